@@ -17,6 +17,10 @@ _WORST: Final = 5
 """Worst tokens in text."""
 _LAYERS: Final = 4
 """Layers of a token in text."""
+_LOW: Final = 0.9
+"""Agreement of a layer below which its line says what its routes match instead."""
+_MATCH: Final = 0.2
+"""Least share of tokens for that."""
 
 
 class Routing(PlottedTable):
@@ -44,7 +48,8 @@ class Routing(PlottedTable):
             lines += ["", *Table.from_rows(shown).lines(width=width)]
         lines += self._omissions(rows)
         worst = [*_worst(self.about.get("worst") or ())]
-        for text in ["worst tokens:", *worst] if worst else ():
+        title = "worst tokens, the rollout's experts against the trainer's:"
+        for text in [title, *worst] if worst else ():
             lines += render.wrapped("", text, width)
         return lines
 
@@ -63,6 +68,19 @@ def _line(row: Row, rounds: list[int]) -> JsonObject:
         }
     if row["rollout_unset"] or row["trainer_unset"]:
         line["no choice"] = f"{row['rollout_unset']} / {row['trainer_unset']}"
+    return {**line, **_matches(row)}
+
+
+def _matches(row: Row) -> JsonObject:
+    """Return which token or layer of the trainer a layer's routes match where not their own."""
+    own = row["agreement"]
+    if own is None or own >= _LOW:
+        return {}
+    found = {"token before": row["earlier"], "token after": row["later"]}
+    other = f"layer {row['best_other']}"
+    line = {name: _percent(share) for name, share in found.items() if (share or 0.0) >= _MATCH}
+    if (row["best_other_agreement"] or 0.0) >= _MATCH:
+        line["other layer"] = f"{other}, {_percent(row['best_other_agreement'])}"
     return line
 
 
@@ -75,12 +93,14 @@ def _worst(tokens: Iterable[JsonObject]) -> Iterator[str]:
         sample = token["sample_uid"] or f"row {token['row']}"
         differing = token["differing"]
         layers = [
-            f"layer {each['layer']} {_experts(each['rollout'])} against {_experts(each['trainer'])}"
+            f"layer {each['layer']}: {_experts(each['rollout'])} against "
+            f"{_experts(each['trainer'])}"
             for each in differing[:_LAYERS]
         ]
         if len(differing) > _LAYERS:
             layers.append(f"and {len(differing) - _LAYERS} more layers")
-        experts = ", ".join(layers) or "the same experts"
+        lacks = " and ".join(token.get("lacks") or ())
+        experts = f"no route of {lacks}" if lacks else "; ".join(layers) or "the same experts"
         yield f"{sample} position {token['position']}, |d| {token['abs_diff']:.3g}: {experts}"
 
 

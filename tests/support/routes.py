@@ -14,7 +14,7 @@ from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 
 Routes = npt.NDArray[np.int16]
-Fault = Literal["none", "empty", "shifted", "swapped", "missing", "explain"]
+Fault = Literal["none", "empty", "shifted", "swapped", "missing", "explain", "half shifted"]
 
 EXPERTS, K = 16, 2
 
@@ -84,6 +84,8 @@ def routed(
         rollout[:, :, 1] = 0
     elif fault == "shifted":
         rollout[:, 1:] = rollout[:, :-1].copy()
+    elif fault == "half shifted":
+        rollout[: rows // 2, 1:] = rollout[: rows // 2, :-1].copy()
     elif fault == "swapped":
         rollout[:, :, [1, 2]] = rollout[:, :, [2, 1]]
     elif fault == "missing":

@@ -90,6 +90,24 @@ def test_a_token_without_a_route_says_whose_is_missing() -> None:
     assert flips[2:][ON[2:]].tolist() == EXPECTED[2:][ON[2:]].tolist()
 
 
+@pytest.mark.parametrize("filler", [0, -1, 255])
+def test_a_layer_of_one_number_is_no_choice(filler: int) -> None:
+    rollout = STEP.rollout.astype(np.uint8)
+    rollout[:, :, 1] = np.array(filler).astype(np.uint8)
+    named = {"rollout_routed_experts": rollout, "trainer_routed_experts": STEP.trainer}
+    counts = counted(response_mask=STEP.mask, **named)["routing_counts"]
+    unset = counts[counts[:, 0] == 1][:, ROUTING_COLUMNS.index("rollout_unset")]
+    assert unset.sum() == ON.sum()
+    assert counts[:, ROUTING_COLUMNS.index("rollout_unset")].sum() == ON.sum()
+
+
+def test_a_refused_dtype_reads_the_same_in_each_process() -> None:
+    draft = Draft(PinnedPool())
+    assert [*draft.add({**STEP.tensors(), "rollout_routed_experts": STEP.rollout / 2})] == []
+    assert [str(problem).endswith("one of int64, int32, int16, int8, uint8")
+            for problem in draft.problems()] == [True]  # fmt: skip
+
+
 def test_counts_are_those_of_a_loop_and_do_not_depend_on_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

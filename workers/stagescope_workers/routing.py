@@ -50,7 +50,7 @@ _CHUNK: Final = 1 << 21
 """Numbers of one side that are looked at at once: their arrays stay below some ten MB."""
 _MAX_COUNTED: Final = 1 << 18
 """Rows of `ROUTING_COUNTS`, 14 MB: where each row of a payload would need more, several are one."""
-_INTEGERS: Final = frozenset({"int64", "int32", "int16", "int8", "uint8"})
+_INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8")
 _AT: Final = {name: at for at, name in enumerate(ROUTING_COLUMNS)}
 _SIDES: Final = (ROLLOUT_ROUTES, TRAINER_ROUTES)
 _MISSING: Final = (NO_ROLLOUT_ROUTE, NO_TRAINER_ROUTE)
@@ -471,8 +471,8 @@ def _chunk(
         )
     known = values >= 0
     is_set = known.all(axis=2) & has_route[:, None]
-    if shape[1] > 1:  # a layer cannot choose expert 0 several times
-        is_set &= values.any(axis=2)
+    if shape[1] > 1:  # no expert is chosen twice: all 0 or 255 (-1 as uint8) is a filler
+        is_set &= (values[:, :, 1:] != values[:, :, :1]).any(axis=2)
     keys = np.zeros(values.shape[:2], np.uint64)
     chosen = values if known.all() else np.where(known, values, 0)
     for k in range(shape[1]):

@@ -24,6 +24,10 @@ _EMPTY: Final = 0.5
 _LOW: Final = 0.5
 _HIGH: Final = 0.7
 """Agreement below and above which routes are of another token or layer."""
+_APART: Final = 0.05
+"""Least difference between the agreement with the token before and after for a shift of some rows.
+The two are equal where routes are of their own token, however much neighbours resemble each other.
+"""
 
 
 class Fault(NamedTuple):
@@ -191,17 +195,23 @@ def _shifted(routing: Routing) -> Fault | None:
     if min(tokens, pairs) < MIN_TOKENS * max(routing.layers, 1):
         return None
     own = sums["same"] / tokens
-    name = "earlier" if sums["earlier"] >= sums["later"] else "later"
-    moved = sums[name] / pairs
-    if not (own < _LOW and moved > _HIGH):
+    other, name = sorted(("earlier", "later"), key=lambda each: sums[each])
+    moved, rest = sums[name] / pairs, sums[other] / pairs
+    is_whole = own < _LOW and moved > _HIGH
+    if not is_whole and (moved - rest < _APART or 1.0 - own < _APART):
         return None
     late = "late" if name == "earlier" else "early"
     at = "t-1" if name == "earlier" else "t+1"
+    text = (
+        f"rollout[t] matches trainer[{at}] in {moved:.1%} of the layers of neighbouring tokens, "
+        f"and trainer[t] in {own:.1%}"
+    )
+    if is_whole:
+        return Fault("shifted", f"The rollout's routes are one token {late}", text)
     return Fault(
         "shifted",
-        f"The rollout's routes are one token {late}",
-        f"rollout[t] matches trainer[{at}] in {moved:.1%} of the layers of neighbouring tokens, "
-        f"and trainer[t] in {own:.1%}",
+        f"The rollout's routes are one token {late} in a part of the rows",
+        f"{text}; `stagescope routing --rank N` shows whether it is one rank",
     )
 
 

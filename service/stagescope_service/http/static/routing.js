@@ -41,6 +41,13 @@ const answer = (found) => [
   found.faults.map((fault) => h("p", {}, badge("warning", fault.kind), " ", fault.text)),
 ];
 
+/** What a layer's routes match, where they are not those of the same token and layer. */
+function matches({ agreement, earlier, later, best_other: other, best_other_agreement: ofOther }) {
+  if (agreement === null || agreement >= 0.9) return "";
+  return [["the token before", earlier], ["the token after", later], [`layer ${other}`, ofOther]]
+    .filter(([, share]) => share >= 0.2).map(([name, share]) => `${name}: ${(100 * share).toFixed(1)} %`).join(", ");
+}
+
 const tables = (found) => [
   table("Layers", [
     ["layer", "layer", HEAD], ["tokens", "tokens", COUNT],
@@ -49,12 +56,14 @@ const tables = (found) => [
     ["equal experts", (row) => percent(row.slots), SHARE],
     ["without a choice", (row) => (row.rollout_unset || row.trainer_unset
       ? `rollout ${row.rollout_unset}, trainer ${row.trainer_unset}` : "")],
+    ["trainer's experts that match instead", matches],
   ], found.rows, { key: (row) => row.layer }),
   found.worst.length > 0 && table("Worst tokens with their experts", [
     ["sample", (row) => (row.sample_uid === null ? `row ${row.row}`
       : h("a", { href: ofSample(found.run, found.step, found.attempt, row) }, row.sample_uid)), HEAD],
     ["position", "position"], ["|d|", "abs_diff", NAT],
     ["layers that differ: rollout, trainer", (row) => row.differing
-      .map((each) => `${each.layer}: ${each.rollout.join(" ")}, ${each.trainer.join(" ")}`).join("; ") || "none", WIDE],
+      .map((each) => `${each.layer}: ${each.rollout.join(" ")}, ${each.trainer.join(" ")}`).join("; ")
+      || (row.lacks.length ? `no route of ${row.lacks.join(" and ")}` : "none"), WIDE],
   ], found.worst, { key: (row) => `${row.sample_uid ?? row.row}/${row.position}`, isNamed: true }),
 ];

@@ -76,7 +76,9 @@ class RoutedToken(Model):
     round: int
     """Index of its round, from 0."""
     differing: list[RouteDifference]
-    """The layers in which its experts differ; empty: none, or a route is missing."""
+    """The layers in which both sides chose experts, and not the same ones."""
+    lacks: list[Literal["rollout", "trainer"]]
+    """The sides that chose no experts for it in any layer."""
 
 
 class RouteFault(Model):

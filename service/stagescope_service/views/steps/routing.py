@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from stagescope_service.statistics.routing import TOKEN_COLUMNS, Routing
+from stagescope_service.statistics.routing import TOKEN_COLUMNS, Int16, Routing
 from stagescope_service.statistics.routing_checks import (
     Fault,
     best_other,
@@ -60,7 +60,8 @@ def recorded(summary: Summary, of: str) -> Routing:
             f"{of} has no routes of experts",
             expected=f"{' and '.join(NAMES.values())}, [rows, tokens, layers, K], recorded beside "
             "the log-probs",
-            advice="docs/routing.md says where engines and trainers have them",
+            advice="docs/routing.md says where engines and trainers have them; `stagescope "
+            "findings` lists routes that were refused",
         )
     return summary.routing
 
@@ -169,6 +170,7 @@ def _worst(summary: Summary, found: Routing) -> Iterator[JsonObject]:
         routes = found.worst.of(sequence, position)
         if routes is None:
             continue
+        chosen = [[_has_choice(experts) for experts in side] for side in routes]
         yield {
             "abs_diff": abs(float(tokens.p[index]) - float(tokens.q[index])),
             "sample_uid": sequences.samples[sequence] or None,
@@ -178,10 +180,16 @@ def _worst(summary: Summary, found: Routing) -> Iterator[JsonObject]:
             "differing": [
                 {"layer": layer, "rollout": one.tolist(), "trainer": other.tolist()}
                 for layer, (one, other) in enumerate(zip(*routes, strict=True))
-                if (one >= 0).all() and (other >= 0).all()
+                if chosen[0][layer] and chosen[1][layer]
                 if not np.array_equal(np.sort(one), np.sort(other))
             ],
+            "lacks": [side for side, layers in zip(NAMES, chosen, strict=True) if not any(layers)],
         }
         shown += 1
         if shown == _LINES_OF_WORST:
             return
+
+
+def _has_choice(experts: Int16) -> bool:
+    """Return whether these are experts of a layer: none is chosen twice, and none is below 0."""
+    return bool((experts >= 0).all() and (len(experts) == 1 or (experts != experts[0]).any()))

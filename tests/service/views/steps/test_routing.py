@@ -93,6 +93,7 @@ def test_rows_that_repeat_others_count_once(live: Service) -> None:
     [
         ("empty", "routes_empty", "The rollout's routes are zeros in layer 1"),
         ("shifted", "routes_shifted", "The rollout's routes are one token late"),
+        ("half shifted", "routes_shifted", "The rollout's routes are one token late in a part of"),
         ("swapped", "layers_swapped", "The rollout's routes of layers 1 and 2 are swapped"),
         ("missing", "routes_missing", "The rollout's routes are missing for 50% of the tokens"),
     ],
@@ -100,14 +101,29 @@ def test_rows_that_repeat_others_count_once(live: Service) -> None:
 def test_a_planted_fault_is_the_doctor_s_first_line(
     live: Service, fault: Fault, rule: str, says: str
 ) -> None:
-    run = run_of(live, f"moe-{fault}", routed(fault), steps=3)
+    run = run_of(live, f"moe-{fault.replace(' ', '-')}", routed(fault), steps=3)
     rows = live.get(f"/runs/{run}/diagnosis")["rows"]
     assert (rows[0]["rule"], rows[0]["verdict"]) == (rule, "found")
     assert rows[0]["sentence"].startswith(says)
     assert rows[0]["since_step"] == 1
     found = live.get(f"/steps/1/routing?run={run}")
     assert [each["text"].startswith(says) for each in found["faults"]] == [True]
-    assert ("say nothing about the mismatch" in found["text"]) is (fault in ("shifted", "swapped"))
+    assert ("say nothing about the mismatch" in found["text"]) is (
+        fault in ("shifted", "half shifted", "swapped")
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "shows"),
+    [("shifted", "token before"), ("swapped", "other layer"), ("missing", "no route of rollout")],
+)
+def test_text_shows_what_proves_the_fault(live: Service, fault: Fault, shows: str) -> None:
+    run = run_of(live, f"text-{fault}", routed(fault, flips=0.2))
+    with live.session("read") as session:
+        lines = session.step(1, run=run).routing().lines(width=400)
+    assert any(shows in line for line in lines)
+    if fault == "swapped":
+        assert [line.split("layer ")[-1][0] for line in lines if line.startswith("    1 ")] == ["2"]
 
 
 def test_healthy_routes_are_silent(live: Service) -> None:
