@@ -61,15 +61,25 @@ class Stuck(Table):
 
         Only the table is shortened.
         """
-        named = [line for text in self._named() for line in render.wrapped("", text, width)]
+        named = [
+            line for first, text in self._named() for line in render.wrapped(first, text, width)
+        ]
         return [*named, *self._ranks(width, rows)]
 
     def _repr_html_(self) -> str:
-        named = "".join(f"<div>{escaped(text)}</div>" for text in self._named())
+        named = "".join(f"<div>{escaped(first + text)}</div>" for first, text in self._named())
         return f"{named}{super()._repr_html_()}"
 
-    def _named(self) -> list[str]:
-        return [str(each["message"]) for each in self.about.get("collectives") or []]
+    def _named(self) -> list[tuple[str, str]]:
+        """Return indents and texts: each collective, then the lines at which its ranks wait."""
+        found = []
+        for each in self.about.get("collectives") or []:
+            found.append(("", str(each["message"])))
+            for at in each["waiting"]:
+                if at["place"]:
+                    ranks = render.ranges_text("rank", at["ranks"])
+                    found.append(("  ", f"{ranks} (waiting): {at['place']}"))
+        return found
 
     def _ranks(self, width: int, rows: int | None) -> list[str]:
         shown = [name for name in self.names if name not in _PROCESS_COLUMNS]

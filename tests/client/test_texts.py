@@ -86,6 +86,14 @@ def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None
     assert host in stuck.lines(width=1000)[2]
 
 
+def test_a_hang_names_the_line_of_each_rank_that_waits() -> None:
+    waiting = [{"ranks": [0, 1], "place": "f (t.py:1)"}, {"ranks": [4], "place": None}]
+    about = {"collectives": [{"message": "ranks 0-1 and 4 wait", "waiting": waiting}]}
+    stuck = Stuck.from_table(Table.from_rows([], about=about))
+    assert stuck.lines()[:2] == ["ranks 0-1 and 4 wait", "  ranks 0-1 (waiting): f (t.py:1)"]
+    assert "t.py:1" in stuck._repr_html_()
+
+
 @pytest.mark.parametrize("width", [40, 80])
 @pytest.mark.parametrize("verdict", ["suspect", "unknown"])
 def test_why_numbers_cannot_be_compared_is_wrapped_not_cut(width: int, verdict: str) -> None:

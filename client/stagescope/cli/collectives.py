@@ -57,7 +57,7 @@ def _lines(
     for row in rows:
         yield from render.wrapped("", row.message, width)
         for at, what in [
-            *((at, "waits") for at in row.waiting),
+            *((at, "waiting") for at in row.waiting),
             *((at, "missing") for at in row.missing),
         ]:
             if at.place:

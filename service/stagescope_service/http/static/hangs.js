@@ -13,7 +13,7 @@ const NOTHING = {}; // of a run without a step
 function collective({ message, verdict, waiting, missing }) {
   const places = [...waiting.map((at) => ["waits", at]), ...missing.map((at) => ["missing", at])];
   return h("div.collective", {},
-    h("p", {}, badge(verdict === "behind" ? "live" : "error", verdict), " ", message),
+    h("p", {}, badge(verdict === "behind" ? verdict : "error", verdict), " ", message),
     places.length > 0 && table("Lines of its ranks", [
       ["ranks", ([, at]) => at.ranks.join(", "), HEAD],
       ["", ([what]) => what],
