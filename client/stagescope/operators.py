@@ -52,7 +52,7 @@ _EVIDENCE: Final = {
 """How the rank of a differing shard was found -> words after its name."""
 _UNKNOWN_RANK: Final = (
     "the rank is not known: all ranks have a part in it, or only full tensors show it (stagescope "
-    "capture --task tensor)"
+    "capture --task tensor; an import copies statistics alone)"
 )
 _SHARDS_SHOWN: Final = 8
 _UNJOINED_SHOWN: Final = 5

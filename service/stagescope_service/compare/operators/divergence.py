@@ -104,7 +104,7 @@ def first_divergent(
         same=not differing and not unequal and is_same_calls,
         first=rows[differing[0]] if differing else None,
         first_sections=_sections_of_first_call(found, differing),
-        first_note=_note(found, differing[0]) if differing else None,
+        first_note=_note(found, differing[0], joined is not None) if differing else None,
         first_parameter=first_parameter,
         first_gradient=first_gradient,
         rows=[rows[at] for at in differing[:limit]],
@@ -352,7 +352,7 @@ def _sections_of_first_call(found: RowDifferences, differing: list[int]) -> list
     return list(sections)
 
 
-def _note(found: RowDifferences, at: int) -> str | None:
+def _note(found: RowDifferences, at: int, is_joined: bool) -> str | None:
     """Return a note if no recorded call returned an input that is the first differing row.
 
     Extremes identify a result, since a view has its tensor's extremes. If a result of either
@@ -372,10 +372,11 @@ def _note(found: RowDifferences, at: int) -> str | None:
     if any(_may_be_returned(each, its_row) for each, its_row in sides):
         return None
     name = side.call_text("name", int(side.call_of_row[row]))
+    layout = " Ranks in another order than the layout says differ so, too." if is_joined else ""
     return (
         f"{section}.{index} of {name} already differs, and no call recorded before it returned "
         "such values. They are data, a weight, or the result of a function that msprobe does not "
-        "record, such as a grouped matrix product."
+        f"record, such as a grouped matrix product.{layout}"
     )
 
 

@@ -46,6 +46,7 @@ from stagescope_service.compare.operators.readings import (
     whole_shape,
 )
 from stagescope_service.compare.operators.side_joiner import SideJoiner
+from stagescope_wire.errors import InvalidInput
 from stagescope_wire.render import counted
 
 _INPUTS: Final = ("input_args", "input_kwargs")
@@ -86,6 +87,9 @@ def join_ranks(
         a, b: the ranks of each side; one of them may have one rank.
         thresholds: relative differences up to which replicas are equal.
         rules: of the user; the first that matches a tensor counts.
+
+    Raises:
+        InvalidInput: a rule counts for no tensor.
     """
     paired = pair_calls(a.base, b.base, by_shape=False)
     rows = join_rows(a.base, b.base, paired)
@@ -93,6 +97,7 @@ def join_ranks(
     sides = (SideJoiner(a, thresholds, rules), SideJoiner(b, thresholds, rules))
     for at in both.tolist():
         _read_row(sides, rows, at)
+    _refuse_unused(sides, rules)
     for side in sides:
         side.find_sums()
     _leave_unequal_sums(sides, rows)
@@ -116,6 +121,20 @@ def join_ranks(
         sums_by_mean=one.sums_by_mean() + other.sums_by_mean(),
         unequal_parameters=(one.unequal_parameters(), other.unequal_parameters()),
     )
+
+
+def _refuse_unused(sides: tuple[SideJoiner, SideJoiner], rules: Sequence[ShardRule]) -> None:
+    used = sides[0].used | sides[1].used
+    for rule in rules:
+        if rule.pattern not in used:
+            layouts = " or ".join(each.side.grid.text() for each in sides if each.side.grid.axes)
+            raise InvalidInput(
+                f"the shard rule {rule.pattern!r:.200} of {', '.join(rule.ways)} counts for no "
+                "tensor",
+                expected="a pattern of NAME.SECTION.INDEX that matches a tensor before other rules "
+                f"do, and an axis of the layout ({layouts})",
+                advice="`stagescope operators` lists the names",
+            )
 
 
 def _read_row(sides: tuple[SideJoiner, SideJoiner], rows: JoinedRows, at: int) -> None:

@@ -96,8 +96,8 @@ def read_layout(text: str, ranks: Sequence[int]) -> list[dict[str, int]]:
     count = math.prod(size for _, size in pairs)
     if count != len(ranks):
         raise InvalidInput(
-            f"layout {text} is of {counted(count, 'rank')}, and {len(ranks)} dumped",
-            expected="a layout of all ranks that dumped",
+            f"layout {text} is of {counted(count, 'rank')}, and {len(ranks)} are compared",
+            expected="a layout of all ranks that dumped, or of those that ranks= chooses",
         )
     axes = [axis for axis, _ in pairs]
     places = itertools.product(*(range(size) for _, size in pairs))

@@ -51,6 +51,8 @@ class SideJoiner:
         self.values: dict[int, str] = {}
         """Row of a size of the shard -> the size of the whole."""
         self._rules = rules
+        self.used: set[str] = set()
+        """Patterns of the rules that counted."""
         self._sizes: dict[int, Sizes] = {}
         self._wholes: dict[int, Shape] = {}
         self._merged: Stats = side.numbers.reshape(len(NUMBERS), -1, side.base.rows)[:, 0].copy()
@@ -66,16 +68,13 @@ class SideJoiner:
     def read_tensor(self, row: int, sizes: Sizes | None, whole: Shape | None, reason: str) -> None:
         """Find out how the ranks make a tensor of shape `whole`; without one, `reason` says why."""
         grid = self.side.grid
+        ways = self._ways(row)
         if sizes is None or whole is None:
             self.readings[row] = cannot_join(grid, reason)
             return
         key = (sizes.tobytes(), whole)
         if key not in self._assignments:
             self._assignments[key] = assignments(sizes, whole)
-        ways: Mapping[str, int | str] = {}
-        if grid.axes and self._rules:
-            name = self.side.name_of(row)
-            ways = next((rule.ways for rule in self._rules if rule.matches(name)), {})
         candidates = self._assignments[key]
         if not ways and (placements := self.side.text("placements", row)):
             ways = ways_of_placements(grid, placements)
@@ -86,6 +85,17 @@ class SideJoiner:
             of_parameter=self._of_parameter(row),
         )  # fmt: skip
         self._sizes[row], self._wholes[row] = sizes, whole
+
+    def _ways(self, row: int) -> Mapping[str, int | str]:
+        """Return what the first rule that matches a tensor says of the layout's axes."""
+        axes = self.side.grid.axes
+        name = self.side.name_of(row) if axes and self._rules else ""
+        for rule in self._rules if axes else ():
+            if rule.matches(name):
+                if any(axis in axes for axis in rule.ways):
+                    self.used.add(rule.pattern)
+                return rule.ways
+        return {}
 
     def _of_parameter(self, row: int) -> bool:
         """Return whether a tensor is a parameter or its gradient; functions have these by place."""

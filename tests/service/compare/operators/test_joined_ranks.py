@@ -286,6 +286,13 @@ def test_a_rule_says_what_shapes_do_not(tmp_path: Path) -> None:
     assert (found.same, found.unjoined[0]["reason"]) == (True, "left out by a shard rule")
 
 
+@pytest.mark.parametrize("rule", ["Torch.absent.*=tp:sum", "Torch.foreign.*=ep:0"])
+def test_a_rule_that_counts_for_no_tensor_is_refused(tmp_path: Path, rule: str) -> None:
+    calls: Calls = {"Torch.foreign.0.forward": {"output": [HIDDEN]}}
+    with pytest.raises(InvalidInput, match="counts for no tensor"):
+        compare(tmp_path, [calls, calls], calls, rules=["Torch.foreign.*=tp:same", rule][::-1])
+
+
 def test_a_bias_that_is_added_after_the_sum_is_not_missing(tmp_path: Path) -> None:
     bias = np.ones(8, np.float32)
     biased: Calls = {

@@ -158,7 +158,7 @@ def test_the_command_names_operator_and_shard(running: Service) -> None:
 def test_a_layout_that_is_not_known_is_asked_for(session: stagescope.Session) -> None:
     with pytest.raises(InvalidInput, match="reported no layout"):
         against_one(session, "healthy", run="silent")
-    with pytest.raises(InvalidInput, match="is of 8 ranks, and 4 dumped"):
+    with pytest.raises(InvalidInput, match="is of 8 ranks, and 4 are compared"):
         against_one(session, "healthy", layout="dp4tp2")
 
 
