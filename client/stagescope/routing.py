@@ -10,6 +10,7 @@ from stagescope.plotting import PlottedTable
 from stagescope.table import Row, Table
 from stagescope_wire import render
 from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render_html import escaped
 
 _ROUNDS: Final = 6
 """Most rounds with a column of their own in text."""
@@ -39,9 +40,7 @@ class Routing(PlottedTable):
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return the answer, the table, and the worst tokens with their experts."""
-        lines = render.wrapped("", str(self.about.get("text") or ""), width)
-        for fault in self.about.get("faults") or ():
-            lines += render.wrapped("! ", fault["text"], width)
+        lines = [line for sign, text in self._said() for line in render.wrapped(sign, text, width)]
         numbers = [row["round"] for row in self.about.get("rounds") or ()]
         shown = [_line(row, numbers if len(numbers) <= _ROUNDS else []) for row in self[:rows]]
         if shown:
@@ -52,6 +51,15 @@ class Routing(PlottedTable):
         for text in [title, *worst] if worst else ():
             lines += render.wrapped("", text, width)
         return lines
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<div>{escaped(sign + text)}</div>" for sign, text in self._said())
+        return f"{said}{super()._repr_html_()}"
+
+    def _said(self) -> list[tuple[str, str]]:
+        """Return signs and texts: the answer, and what is wrong with the routes."""
+        faults = self.about.get("faults") or ()
+        return [("", str(self.about.get("text") or "")), *(("! ", each["text"]) for each in faults)]
 
 
 def _line(row: Row, rounds: list[int]) -> JsonObject:
@@ -99,7 +107,7 @@ def _worst(tokens: Iterable[JsonObject]) -> Iterator[str]:
         ]
         if len(differing) > _LAYERS:
             layers.append(f"and {len(differing) - _LAYERS} more layers")
-        lacks = " and ".join(token.get("lacks") or ())
+        lacks = " and ".join(f"the {side}" for side in token.get("lacks") or ())
         experts = f"no route of {lacks}" if lacks else "; ".join(layers) or "the same experts"
         yield f"{sample} position {token['position']}, |d| {token['abs_diff']:.3g}: {experts}"
 

@@ -155,7 +155,7 @@ def _missing(routing: Routing, rows: int) -> Fault | None:
     if tokens < max(_MISSING * masked, MIN_TOKENS, rows + 1):
         return None
     zeros = int(routing.by_layer()[f"{name}_unset"].min()) if routing.layers else 0
-    form = f", {zeros} of them as rows of zeros" if zeros >= MIN_TOKENS else ""
+    form = f", {zeros} of them as rows of zeros or one other number" if zeros >= MIN_TOKENS else ""
     return Fault(
         "missing",
         f"The {name}'s routes are missing for {tokens / masked:.0%} of the tokens",
@@ -183,8 +183,8 @@ def _empty(routing: Routing) -> Fault | None:
     return Fault(
         "empty",
         f"The {name}'s routes are zeros in {_layers(layers)}",
-        f"layer {layers[0]} has no choice of the {name} for {lacking} tokens, as if it were filled "
-        "with zeros",
+        f"layer {layers[0]} has no choice of the {name} for {lacking} tokens: its experts are "
+        "zeros, or one other number",
         tuple(layers),
     )
 

@@ -64,6 +64,6 @@ const tables = (found) => [
     ["position", "position"], ["|d|", "abs_diff", NAT],
     ["layers that differ: rollout, trainer", (row) => row.differing
       .map((each) => `${each.layer}: ${each.rollout.join(" ")}, ${each.trainer.join(" ")}`).join("; ")
-      || (row.lacks.length ? `no route of ${row.lacks.join(" and ")}` : "none"), WIDE],
+      || (row.lacks.length ? `no route of the ${row.lacks.join(" and the ")}` : "none"), WIDE],
   ], found.worst, { key: (row) => `${row.sample_uid ?? row.row}/${row.position}`, isNamed: true }),
 ];

@@ -115,13 +115,19 @@ def test_a_planted_fault_is_the_doctor_s_first_line(
 
 @pytest.mark.parametrize(
     ("fault", "shows"),
-    [("shifted", "token before"), ("swapped", "other layer"), ("missing", "no route of rollout")],
+    [
+        ("shifted", "token before"),
+        ("swapped", "other layer"),
+        ("missing", "no route of the rollout"),
+    ],
 )
 def test_text_shows_what_proves_the_fault(live: Service, fault: Fault, shows: str) -> None:
     run = run_of(live, f"text-{fault}", routed(fault, flips=0.2))
     with live.session("read") as session:
-        lines = session.step(1, run=run).routing().lines(width=400)
+        routing = session.step(1, run=run).routing()
+    lines = routing.lines(width=400)
     assert any(shows in line for line in lines)
+    assert "The rollout&#x27;s routes" in routing._repr_html_()
     if fault == "swapped":
         assert [line.split("layer ")[-1][0] for line in lines if line.startswith("    1 ")] == ["2"]
 
