@@ -96,9 +96,8 @@ def test_a_layer_of_one_number_is_no_choice(filler: int) -> None:
     rollout[:, :, 1] = np.array(filler).astype(np.uint8)
     named = {"rollout_routed_experts": rollout, "trainer_routed_experts": STEP.trainer}
     counts = counted(response_mask=STEP.mask, **named)["routing_counts"]
-    unset = counts[counts[:, 0] == 1][:, ROUTING_COLUMNS.index("rollout_unset")]
-    assert unset.sum() == ON.sum()
-    assert counts[:, ROUTING_COLUMNS.index("rollout_unset")].sum() == ON.sum()
+    layer, unset = (counts[:, ROUTING_COUNT_COLUMNS.index(n)] for n in ("layer", "rollout_unset"))
+    assert (unset[layer == 1].sum(), unset.sum()) == (ON.sum(), ON.sum())
 
 
 def test_a_refused_dtype_reads_the_same_in_each_process() -> None:
