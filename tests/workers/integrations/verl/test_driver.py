@@ -576,7 +576,7 @@ def test_a_trainer_s_own_fit_is_closed_as_verl_s_is(
 def test_the_routes_of_the_batch_are_compared(verl: Modules, seen: Seen, ended: Read) -> None:
     batch = verl_fakes.batch_v0()
     rows, width = batch.batch["response_mask"].shape
-    routes = torch.ones(rows, 2 + width, 3, 2, dtype=torch.int16)
+    routes = torch.tensor([4, 1], dtype=torch.int16).repeat(rows, 2 + width, 3, 1)
     routes[:, -1] = 0  # verl fills the row of the last token
     batch.batch["routed_experts"] = routes
     compute_old_log_prob(verl, seen, batch)
