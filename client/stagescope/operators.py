@@ -419,7 +419,7 @@ def _shards(row: Row, width: int) -> list[str]:
     for shard in shards[:_SHARDS_SHOWN]:
         place = ", ".join(f"{axis} {index}" for axis, index in shard["coordinates"].items())
         found = f"in rank {shard['rank']} of {shard['side']} ({place}), which "
-        found += _EVIDENCE.get(shard["evidence"], shard["evidence"])
+        found += _EVIDENCE.get(shard["evidence"], str(shard["evidence"]))
         if shard["relative"] is not None:
             found += f" (relative {nonfinite.number(shard['relative']):.3g})"
         lines += wrapped("  ", found, width)

@@ -46,14 +46,14 @@ class _Copy(torch.autograd.Function):
     """Identity forward, sum of the ranks' gradients backward."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        context.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        distributed.all_reduce(total, group=context.group.group)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        distributed.all_reduce(total, group=ctx.group.group)
         return total, None
 
 
@@ -61,29 +61,29 @@ class _Sum(torch.autograd.Function):
     """Sum of the ranks' tensors forward, identity backward."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         total = tensor.clone()
         distributed.all_reduce(total, group=group.group)
         return total
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _Gather(torch.autograd.Function):
     """Concatenation of the ranks' last dimensions forward, the own part backward."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        context.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         parts = [torch.empty_like(tensor) for _ in range(group.size)]
         distributed.all_gather(parts, tensor.contiguous(), group=group.group)
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return context.group.part(gradient, -1), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.part(gradients[0], -1), None
 
 
 copied: Callable[[torch.Tensor, Group], torch.Tensor] = _Copy.apply

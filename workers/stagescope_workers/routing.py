@@ -322,6 +322,15 @@ class _Chunk(NamedTuple):
     is_set: Bools
     """[tokens, layers]: whether experts were chosen in the layer."""
 
+    def last_and(self, next_one: _Chunk) -> _Chunk:
+        """Return the last token of this chunk, and all of the next one."""
+        return _Chunk(
+            np.concatenate([self.values[-1:], next_one.values]),
+            np.concatenate([self.keys[-1:], next_one.keys]),
+            np.concatenate([self.has_route[-1:], next_one.has_route]),
+            np.concatenate([self.is_set[-1:], next_one.is_set]),
+        )
+
 
 class _Counts:
     """What is counted of both sides; `flips` of the model tokens."""
@@ -425,8 +434,7 @@ class _Counts:
         begin = part.start
         if before is not None:
             rollout, trainer = (
-                _Chunk(*(np.concatenate([old[-1:], new]) for old, new in zip(a, b, strict=True)))
-                for a, b in zip(before, (rollout, trainer), strict=True)
+                a.last_and(b) for a, b in zip(before, (rollout, trainer), strict=True)
             )
             begin -= 1
         at = slice(begin, part.stop)

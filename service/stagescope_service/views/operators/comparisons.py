@@ -151,8 +151,8 @@ def _find_side(
         capture_id=fields.capture_id,
     )
     chosen_ranks = None if fields.ranks is None else _read_ranks(name, fields.ranks)
-    if chosen_ranks is not None:
-        tables = [row for row in tables if chosen_ranks == "all" or row["rank"] in chosen_ranks]
+    if isinstance(chosen_ranks, set):
+        tables = [row for row in tables if row["rank"] in chosen_ranks]
     groups = {(row["stage"], row["role"], row["rank"]) for row in tables}
     if chosen_ranks is not None:
         groups = {(stage, role, -1) for stage, role, _ in groups}

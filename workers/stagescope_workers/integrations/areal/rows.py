@@ -67,7 +67,7 @@ def routes(found: Tensor, like: Tensor, experts: int | None) -> dict[str, Tensor
         like: The mask of the batch, [rows, tokens], or packed [tokens].
         experts: K of the model. AReaL has layers and K in one dimension.
     """
-    shape = _shape(found) or ()
+    shape = tuple(_shape(found) or [])
     if len(shape) == like.dim() + 1 and experts and shape[-1] % experts == 0:
         found = found.reshape(*shape[:-1], -1, experts)
     if len(_shape(found) or ()) != like.dim() + 2 or shape[0] != like.shape[0]:
