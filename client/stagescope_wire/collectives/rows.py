@@ -60,9 +60,12 @@ class BlockedCollective:
     sequence: int
     """Its number in the group, from 1, as the flight recorder counts."""
     verdict: Verdict
-    """`not entered`: ranks have not entered it; `different calls`: ranks called another collective
-    under its number; `circle`: each waits for another of them; `no record`: of some ranks there is
-    no record; `entered`: all ranks entered it; `behind`: its missing ranks wait in another one."""
+    """Why it cannot finish.
+
+    `not entered`: ranks have not entered it. `different calls`: ranks called another collective
+    under its number. `circle`: ranks wait for each other in several groups. `no record`: some ranks
+    have no record. `entered`: all ranks entered it. `behind`: its missing ranks wait in another.
+    """
     seconds: float | None
     """Seconds that its first rank has waited; null: it is not known, of files."""
     ranks: int

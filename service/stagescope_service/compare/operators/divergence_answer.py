@@ -190,8 +190,10 @@ class OperatorDivergence(Described):
     layouts: list[str | None]
     """The layout of side `a` and of side `b`, such as `dp 2, tp 2`; null: one rank."""
     gradient_scales: list[float]
-    """What the gradients of side `a` and of side `b` were divided by: the number of ranks along
-    `dp` where each loss is a mean over its own rows, else 1."""
+    """The divisor of the gradients of side `a` and of side `b`.
+
+    It is the number of ranks along `dp` if each loss is a mean over its own rows, else 1.
+    """
     not_read: int
     """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int

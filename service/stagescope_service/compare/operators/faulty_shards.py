@@ -30,9 +30,12 @@ class FaultyShard(Row):
     coordinates: dict[str, int]
     """Axis of the layout -> index of the rank, such as `tp` 1."""
     evidence: Annotated[str, one_of("replicas", "non_finite", "values", "sum", "extremes")]
-    """How it was found. `replicas`: it differs from ranks that hold the same; `non_finite`: it is
-    the one with NaN or infinities; `values`: its elements differ (full tensors); `sum`: a sum
-    differs of which it has a part; `extremes`: its numbers exceed those of the whole tensor."""
+    """How it was found.
+
+    `replicas`: it differs from ranks that hold the same. `non_finite`: it has NaN or infinities.
+    `values`: its elements differ (full tensors). `sum`: it has a part of a sum that differs.
+    `extremes`: its numbers exceed those of the whole tensor.
+    """
     relative: Number | None
     """Largest difference of an element over the largest element, a ratio; null: no full tensors."""
 
