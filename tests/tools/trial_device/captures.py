@@ -18,6 +18,7 @@ from tests.tools.trial_device.results import (
     Effort,
     Figure,
     Result,
+    as_fast,
     check,
     not_possible,
     spread,
@@ -88,7 +89,7 @@ def measure(target: Target, effort: Effort) -> Captures:
         done = [each for each in dumps if each["state"] != "armed"]
         with torch.no_grad():
             logits = model(tokens)
-        return _result(done, before, captured, after, load, logits)
+        return _result(target, done, before, captured, after, load, logits)
 
 
 def _plan(root: str, steps: range) -> Mapping[str, object]:
@@ -98,8 +99,8 @@ def _plan(root: str, steps: range) -> Mapping[str, object]:
 
 
 def _result(
-    done: list[dict[str, Any]], before: list[float], captured: list[float], after: list[float],
-    load: float, logits: torch.Tensor,
+    target: Target, done: list[dict[str, Any]], before: list[float], captured: list[float],
+    after: list[float], load: float, logits: torch.Tensor,
 ) -> Captures:  # fmt: skip
     plain, dumped = statistics.median(before), statistics.median(captured)
     changed = statistics.median(after) / plain
@@ -114,7 +115,7 @@ def _result(
         checks=(
             complete,
             _extremes(calls, logits),
-            check(_AFTER, changed <= limit, f"x{changed:.3f}, limit x{limit:.2f}"),
+            as_fast(_AFTER, changed, limit, is_accelerator=target.is_accelerator),
         ),
     )  # fmt: skip
 

@@ -39,6 +39,14 @@ def not_possible(statement: str, reason: str) -> Check:
     return Check(statement, Outcome.NOT_POSSIBLE, reason)
 
 
+def as_fast(statement: str, ratio: float, limit: float, *, is_accelerator: bool) -> Check:
+    """Check a ratio of times; on the host other programs share the cores, so nothing is judged."""
+    figures = f"x{ratio:.3f}, limit x{limit:.2f}"
+    if is_accelerator:
+        return check(statement, ratio <= limit, figures)
+    return not_possible(statement, f"{figures}; on the host other programs share the cores")
+
+
 def spread(values: Sequence[float]) -> float:
     """Return the distance of the quartiles over the median: what a repeated measurement varies."""
     quartiles = statistics.quantiles(values, n=4)

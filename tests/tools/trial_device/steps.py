@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, ClassVar, Final
 
 from tests.tools.trial_device.models import Training
-from tests.tools.trial_device.results import Effort, Figure, Result, check, spread
+from tests.tools.trial_device.results import Effort, Figure, Result, as_fast, check, spread
 from tests.tools.trial_device.spooled import SpooledProbe, spooled_probe
 from tests.tools.trial_device.target import Target
 
@@ -19,8 +19,6 @@ _ARRIVED: Final = "each recorded step arrived"
 _MOST_PASSES: Final = 200
 _BLOCK: Final = 4
 _LIMIT: Final = 0.1
-_HOST_LIMIT: Final = 0.5
-"""On the host the probe's thread and the step share the cores, and so do other programs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +61,13 @@ def measure(target: Target, effort: Effort) -> Steps:
     first, *records = records
     ratio = statistics.median(probed) / statistics.median(plain)
     noise = spread(plain)
-    limit = 1.0 + max(_LIMIT if target.is_accelerator else _HOST_LIMIT, noise)
+    limit = 1.0 + max(_LIMIT, noise)
     return Steps(
         payload=training.batch.nbytes / 1e6, plain=statistics.median(plain) * 1e3,
         probed=statistics.median(probed) * 1e3, ratio=ratio, noise=noise,
         record=statistics.median(records) * 1e3, first=first * 1e3,
         checks=(
-            check(_STATEMENT, ratio <= limit, f"x{ratio:.3f}, limit x{limit:.2f}"),
+            as_fast(_STATEMENT, ratio, limit, is_accelerator=target.is_accelerator),
             check(_ARRIVED, arrived == len(probed) + 1, f"{arrived} of {len(probed) + 1}"),
         ),
     )  # fmt: skip
