@@ -30,7 +30,8 @@ Some rows are no difference, and are counted separately:
   Stability of Numerical Algorithms", 2002, 4.2).
 
 **Threshold**: `factor` (4) times an eps. It is the eps of the coarsest floating dtype on either
-side up to and including this call: a rounded value stays rounded. 0 for integers and booleans.
+side up to and including this call: a rounded value stays rounded. 0 for integers and booleans. Of
+joined ranks it is that of float32 for them: their mean and norm come from rounded ones.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def differences(
     shared = rows.select(on_both)
     coarsest = _coarsest(a, b, paired, thresholds)
     threshold = np.zeros(len(rows.pair))
-    threshold[on_both] = _row_thresholds(shared, coarsest)
+    whole = 0.0 if not_joined is None else thresholds.for_dtype("float32")
+    threshold[on_both] = _row_thresholds(shared, coarsest, whole)
     relative = np.full(len(rows.pair), np.nan)
     relative[on_both] = _relative_differences(shared)
     verdict = np.zeros(len(rows.pair), np.int8)
@@ -237,11 +239,11 @@ def _coarsest(
     return coarsest
 
 
-def _row_thresholds(rows: JoinedRows, coarsest: Floats) -> Floats:
-    """Return each row's threshold from the pairs' `coarsest`; 0 for dtypes that do not round."""
+def _row_thresholds(rows: JoinedRows, coarsest: Floats, whole: float) -> Floats:
+    """Return each row's threshold from the pairs' `coarsest`; `whole` for tensors of integers."""
     rounds = np.logical_or(*rows.by_text("dtype", EPS.__contains__, False))
     tensors = np.logical_or(*rows.are_tensors())
-    threshold: Floats = np.where(rounds | ~tensors, coarsest[rows.pair], 0.0)
+    threshold: Floats = np.where(rounds | ~tensors, coarsest[rows.pair], whole)
     return threshold
 
 

@@ -36,9 +36,8 @@ def described(value: Array | int, name: str) -> Argument:
     if isinstance(value, int):
         return {"type": "int", "value": value}
     numbers: dict[str, Any] = {"Max": value.max().item(), "Min": value.min().item()}
-    rounds = value.dtype.kind == "f"
-    numbers["Mean"] = float(value.mean()) if rounds else None
-    numbers["Norm"] = float(np.linalg.norm(value)) if rounds else None
+    rounded = value.astype(np.float32)  # integers, too
+    numbers["Mean"], numbers["Norm"] = float(rounded.mean()), float(np.linalg.norm(rounded))
     return {"type": "torch.Tensor", "dtype": f"torch.{value.dtype}", "shape": [*value.shape],
             "data_name": name, **numbers}  # fmt: skip
 
@@ -115,6 +114,19 @@ def test_sums_of_parts_are_not_concatenated(tensors: bool, tmp_path: Path) -> No
     assert first["a"] is not None
     # Of a sum of parts statistics tell the mean alone.
     assert (first["a"]["max"] is None, first["a"]["mean"] is None) == (not tensors, False)
+
+
+def test_integers_are_as_exact_as_their_rounded_mean_and_norm(tmp_path: Path) -> None:
+    ids = np.random.default_rng(3).integers(0, 150_000, (6, 50))
+    ranks: list[Calls] = [linear(part, WEIGHT, HIDDEN) for part in np.split(ids, 2)]
+    whole = linear(ids, WEIGHT, HIDDEN)
+    found = compare(tmp_path, ranks, whole, layout="dp2")
+    assert (found.same, "dimension 0 over dp" in found.joined) == (True, True)
+    other = ids.copy()
+    other[np.unravel_index(ids.argmax(), ids.shape)] += 2
+    found = compare(tmp_path / "other", ranks, linear(other, WEIGHT, HIDDEN), layout="dp2")
+    assert found.first is not None
+    assert found.first["section"] == "input_args"
 
 
 def test_both_sides_may_have_several_ranks(tmp_path: Path) -> None:
