@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
@@ -94,10 +96,18 @@ def payload_row(
     return Put("payloads", {**own, "work_key": work.key, "state": state, **columns})
 
 
-def scalar_rows(
-    process: Process, work: Work, scalars: JsonObject, wall: float
-) -> tuple[list[Put], list[str]]:
-    """Return the rows of named numbers, and "name (type)" of the values that are not numbers."""
+class ScalarRows(NamedTuple):
+    """The rows of named numbers."""
+
+    rows: list[Put]
+    non_finite: list[str]
+    """The names of those that are not finite."""
+    refused: list[str]
+    """"name (type)" of the values that are not numbers."""
+
+
+def scalar_rows(process: Process, work: Work, scalars: JsonObject, wall: float) -> ScalarRows:
+    """Return the rows of named numbers."""
     where: dict[str, Any] = work.fields()
     where["incarnation"] = process.incarnation
     where["work_key"] = work.key
@@ -106,10 +116,11 @@ def scalar_rows(
     where["rank"] = process.rank
     where["wall"] = wall
     rows: list[Put] = []
+    non_finite: list[str] = []
     refused: list[str] = []
     for name, value in scalars.items():
         found = value if type(value) is float else number(value)
-        shown = text(name, MAX_SCALAR_NAME + 1) or ""
+        shown = _scalar_name(name)
         if len(shown) > MAX_SCALAR_NAME:  # cut, it could be the name of another one
             refused.append(f"{shown[:60]}… (a name of more than {MAX_SCALAR_NAME} characters)")
         elif not shown:
@@ -121,7 +132,14 @@ def scalar_rows(
             row["name"] = shown
             row["value"] = found
             rows.append(Put("scalars", row))
-    return rows, refused
+            if not isfinite(found):
+                non_finite.append(shown)
+    return ScalarRows(rows, non_finite, refused)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # each step has the same names
+def _scalar_name(name: object) -> str:
+    return text(name, MAX_SCALAR_NAME + 1) or ""
 
 
 def loss_row(

@@ -202,7 +202,10 @@ class Registry:
             return process, []
         process.clock, process.node_id = clock, process.node_id or sender.node_id
         process.last_wall = max(process.last_wall, event.wall)
-        return process, [process_row(process, **_last_report_columns(process, ours))]
+        row = {"incarnation": process.incarnation, **_last_report_columns(process, ours)}
+        if node_came:
+            row["node_id"] = process.node_id
+        return process, [Put("processes", row)]
 
     def _new_process(
         self,

@@ -5,7 +5,6 @@ Every function changes only its arguments and returns the instructions that foll
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
@@ -79,11 +78,11 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     if named is None or (not named and isinstance(named, Mapping)):
         return []
     if type(named) is dict or isinstance(named, Mapping):
-        rows, wrong = scalar_rows(process, work, named, event.wall)
+        rows, bad, wrong = scalar_rows(process, work, named, event.wall)
     else:
-        rows, wrong = [], [f"scalars ({type(named).__name__}, not a dict of names to numbers)"]
+        rows, bad = [], []
+        wrong = [f"scalars ({type(named).__name__}, not a dict of names to numbers)"]
     out: list[Instruction] = [*rows]
-    bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
     if bad and work.step is None:
         out.append(_non_finite_scalars(attempt, process, event, work, bad))
     elif bad and work.step is not None and work.step not in attempt.open:

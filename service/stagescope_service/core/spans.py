@@ -127,8 +127,9 @@ def end(
     row["end_wall"] = event.wall
     row["end_mono"] = event.mono
     row["device_seconds"] = number(fields.get("device_seconds"))
-    row["error_type"] = text(fields.get("error_type"))
-    row["error_message"] = said(fields.get("error_message"))
+    if span.status == FAILED:
+        row["error_type"] = text(fields.get("error_type"))
+        row["error_message"] = said(fields.get("error_message"))
     row["clock_offset"] = sender.clock_offset
     row["clock_error"] = sender.clock_error
     if span.begin_seq is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope_service.core.catalogue_rows import attempt_row, process_row
+from stagescope_service.core.catalogue_rows import attempt_row
 from stagescope_service.core.completeness import (
     NOT_BEGUN,
     participants,
@@ -95,7 +95,7 @@ def advance(attempt: Attempt, process: Process, number: int) -> list[Instruction
         _leave_clock(attempt, before)
     if process.live:
         attempt.clock[number] += 1
-    return [process_row(process)]
+    return [Put("processes", {"incarnation": process.incarnation, "max_step": number})]
 
 
 def retire(attempt: Attempt, process: Process) -> None:
