@@ -133,6 +133,8 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
     withdraw = f"`stagescope remove-capture {capture_id}` withdraws it"
 
     def print_new_lines(found: CaptureProgress) -> None:
+        if found.ended:
+            return  # it is the answer
         new = [line for line in (found.heading, *found.lines()) if line not in seen]
         seen.update(new)
         click.echo("\n".join(new), err=True)

@@ -84,7 +84,7 @@ class RawCalls:
         """
         self._commits.check_ready()
         fields = plain_fields(fields)
-        if fields.get("run") is None:
+        if fields.get("run") is None or not str(fields["run"]).strip():
             unknown_fields(kind, fields)  # another name for it is the better answer
             raise InvalidInput(
                 f"{call_name(kind)} has no run",

@@ -388,7 +388,7 @@ def test_a_raw_call_may_have_an_attempt_key_of_each_length_that_is_documented(
             made.raw("begin", "odd", run=run, attempt_key=wrong)
 
 
-@pytest.mark.parametrize("fields", [{}, {"run": None}, {"project": "p"}])
+@pytest.mark.parametrize("fields", [{}, {"run": None}, {"run": " "}, {"project": "p"}])
 def test_a_raw_call_without_a_run_is_told_so(made: Clocked, fields: Mapping[str, object]) -> None:
     with pytest.raises(InvalidInput, match="has no run") as raised:
         made.run(made.coordinator.raw_calls.record("end", "d", {"step": 5, "stage": "s", **fields}))

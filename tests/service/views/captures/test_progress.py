@@ -391,6 +391,17 @@ def test_waiting_for_ranks_that_never_reported_ends(
         assert line in result.stderr
 
 
+def test_the_answer_of_a_wait_is_printed_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[9])
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    invoke("remove-capture", capture_id)
+    result = invoke("progress", capture_id, "--wait")
+    assert (result.output.count("withdrawn"), result.stderr) == (1, "")
+
+
 def test_an_interrupted_wait_says_that_the_request_stays(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
