@@ -205,7 +205,7 @@ def _check_name(
             )
         if slices is not None:
             _check_rank(requested, slices.column("rank", name))
-    check_known(target.run, name, metrics, scalars)
+    check_known(target.shown_run, name, metrics, scalars)
     return "metric"
 
 

@@ -142,6 +142,17 @@ class TestRuns:
                 differ.append(path)
         assert differ == []
 
+    def test_an_error_names_the_run_as_people_see_it(self, live: Service) -> None:
+        given, name = "qwen3/grpo", normal_run_name("qwen3/grpo")
+        Rank(live, run=name, display_name=given, world_size=1).stage("actor_update", 1)
+        shown = f"run 'qwen3/grpo' ({name})"
+        for path, query, wrong in (
+            ("/steps/9/stages", {}, f"{shown} has no step 9"),
+            ("/steps/1/stages", {"attempt": 2}, f"{shown} has no attempt 2"),
+            ("/steps/1/stages", {"attempt_key": "x"}, f"{shown} has no attempt of key 'x'"),
+        ):
+            assert live.problem(404, path, run=given, **query)["wrong"] == wrong
+
     def test_are_listed_by_their_own_name_or_the_one_they_are_shown_with(
         self, live: Service
     ) -> None:

@@ -48,6 +48,11 @@ class Target:
         return self.attempt["run"]
 
     @property
+    def shown_run(self) -> str:
+        """The run as people see it, with its name if that is another."""
+        return _shown(self.run, self.display_name)
+
+    @property
     def attempt_id(self) -> int:
         """The attempt's key in the catalogue."""
         return self.attempt["attempt_id"]
@@ -153,7 +158,7 @@ class Finder:
         if run is not None:
             name = self.run(run)
             if self._catalogue.is_being_deleted(name):
-                raise NotFound(f"run {name} is being deleted", see=(Link("runs"),))
+                raise NotFound(f"run {self._shown(name)} is being deleted", see=(Link("runs"),))
             return name
         training = self._catalogue.training_attempt()
         if training is not None:
@@ -201,11 +206,12 @@ class Finder:
         if with_key:
             numbers = sorted(row["number"] for row in with_key)
             raise NotFound(
-                f"attempt {number} of run {run} has another key than {key!r:.100}",
+                f"attempt {number} of run {self._shown(run)} has another key than {key!r:.100}",
                 expected=_one_of(numbers, number or 0),
             )
         raise NotFound(
-            f"run {run} has no attempt of key {key!r:.100}", see=(Link("attempts", run=run),)
+            f"run {self._shown(run)} has no attempt of key {key!r:.100}",
+            see=(Link("attempts", run=run),),
         )
 
     def _also_live(self, run: str) -> list[LiveRun]:
@@ -241,9 +247,12 @@ class Finder:
             see=(Link("runs"),),
         )
 
+    def _shown(self, run: str) -> str:
+        return _shown(run, self._catalogue.display_name(run))
+
     def _no_attempt(self, run: str, number: int | None) -> NotFound:
         numbers = sorted(row["number"] for row in self._catalogue.attempts(run))
-        wrong = f"run {run} has no attempt {'yet' if number is None else number}"
+        wrong = f"run {self._shown(run)} has no attempt {'yet' if number is None else number}"
         return NotFound(wrong, expected=_one_of(numbers, number or 0) if numbers else "")
 
     def _no_step(self, run: str, number: int | None, step: int | None) -> NotFound:
@@ -254,7 +263,8 @@ class Finder:
             found = self._catalogue.find_attempt(run, number)
             rows = [] if found is None else self._catalogue.steps(found["attempt_id"])
         steps = sorted({row["step"] for row in rows})
-        owner = f"run {run}" if number is None else f"attempt {number} of run {run}"
+        shown = f"run {self._shown(run)}"
+        owner = shown if number is None else f"attempt {number} of {shown}"
         wrong = f"{owner} has no step {'yet' if step is None else step}"
         if not steps:
             return NotFound(wrong, advice="a step exists once a rank began a stage in it")
