@@ -40,7 +40,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         puts = [
             put_finding(
                 "nonfinite_log_probs",
-                f"{step} old_nan of 96 tokens",
+                f"{step} NaN in old, of 96 tokens",
                 step,
                 severity="error",
                 role="actor",
@@ -113,7 +113,7 @@ def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
     shown = re.findall(r"^([0-9a-f]{10}) error nonfinite", printed("findings"), re.MULTILINE)
     assert len(shown) == 1
     text = printed("finding", shown[0])
-    for words in ("10 old_nan of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
+    for words in ("10 NaN in old, of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
         assert words in text
     found = session.finding(shown[0])
     assert found["advice"].startswith("see /steps/10/tokens")
@@ -142,7 +142,7 @@ def test_json_holds_every_row_and_the_groups(session: stagescope.Session) -> Non
 def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
     page = session.findings()._repr_html_()
     assert page.count("steps 10-25") == 1
-    assert page.index("down_proj") < page.index("old_nan of 96") < page.index("0.6 a nat")
+    assert page.index("down_proj") < page.index("NaN in old, of 96") < page.index("0.6 a nat")
     assert ADVICE in page
     call = "see session.step(10, run='r').tokens(kind='nonfinite')"
     assert call in html.unescape(page).replace('"', "'")

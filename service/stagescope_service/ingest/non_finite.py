@@ -139,7 +139,7 @@ def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
         )
         yield finding(
             "nonfinite_log_probs",
-            f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens",
+            f"log-probs under the mask are not finite: {_listed(found)}, of {counts.tokens} tokens",
             **of_job(job, time.time()),
             severity="error",
             evidence={**found},
@@ -163,8 +163,15 @@ def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
         )
 
 
+_SHOWN: Final = {"nan": "NaN", "posinf": "inf", "neginf": "-inf"}
+
+
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+    shown = []
+    for name, count in counts.items():
+        of, _, kind = name.rpartition("_")
+        shown.append(f"{count} {_SHOWN[kind]} in {of}")
+    return ", ".join(shown)
 
 
 Skips = tuple[tuple[int, int, int], ...]
