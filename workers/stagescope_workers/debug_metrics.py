@@ -41,6 +41,10 @@ _ON_ONE_THREAD: Final = 8192
 """Products that OpenBLAS sums on the calling thread: it shares more than 10 000."""
 _NEAR_ONE: Final = -1.0
 """A log-prob above which e^p - 1 keeps digits that e^p loses."""
+_FEW: Final = 1024
+"""Tokens of a block that mostly tell whether any is near 1."""
+_KEPT: Final = 1e-3
+"""The part of a product that its mean may leave: three of its 16 digits."""
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -251,17 +255,27 @@ def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
     return [slice(row, row + step) for row in range(0, shape[0], step)]
 
 
-def _seconds(difference: Float64, u: Float64, v: Float64, means: Float64) -> Float64:
-    """Return the second moments [3, 3] of three columns, which are centred in place.
+def _seconds(columns: tuple[Float64, Float64, Float64], totals: Float64) -> Float64:
+    """Return the second moments [3, 3] of three columns, of which only those in use are right.
 
-    Only those that a result needs are filled.
+    Products of the columns as they are lose digits where a mean is large beside its deviation: then
+    the columns are centred, in place.
     """
-    seconds = np.zeros((3, 3))
-    for column, mean in zip((difference, u, v), means, strict=True):
+    means = totals / columns[0].size
+    products = _products(columns)
+    seconds: Float64 = products - np.outer(totals, means)
+    if (np.diag(seconds) > _KEPT * np.diag(products)).all():
+        return seconds
+    for column, mean in zip(columns, means, strict=True):
         column -= mean
-    for i, j, x, y in ((0, 0, difference, difference), (1, 1, u, u), (2, 2, v, v), (1, 2, u, v)):
-        seconds[i, j] = _dot(x, y)
-    return seconds
+    return _products(columns)
+
+
+def _products(columns: tuple[Float64, Float64, Float64]) -> Float64:
+    found = np.zeros((3, 3))
+    for i, j in ((0, 0), (1, 1), (2, 2), (1, 2)):
+        found[i, j] = _dot(columns[i], columns[j])
+    return found
 
 
 def _dot(x: Float64, y: Float64) -> float:
@@ -288,6 +302,7 @@ class _Scan:
         """1 for a stream that had a value near 1, since e^p - 1 has more digits there; else 0."""
         self._seconds = np.zeros((3, 3))
         self._low, self._high = np.full(2, np.inf), np.full(2, -np.inf)
+        """Of each stream, until two of its values differ."""
         self._counts: IntArray = np.zeros(0, np.int64)
         self._sums = np.zeros(0)
         self._nonfinite = np.zeros((2, 3), np.int64)
@@ -313,19 +328,21 @@ class _Scan:
             rounds = _rounds(inside.reshape(-1), starts)
             train, rollout = train.reshape(-1), rollout.reshape(-1)
             columns = self._columns(int(rounds.lengths.sum()))
+            is_finite = False
             if rounds.starts.size:
                 for values, column in ((train, columns[0]), (rollout, columns[1])):
                     # Load the block in order: the processor does not foresee the gaps between runs.
                     values[::_LINE].max()
                     rounds.select(values, column)
-                self._add_rounds(rounds, columns)
+                is_finite = self._add_rounds(rounds, columns)
             if probabilities:
                 # verl counts every value but 0; the rounds are of values 0 and 1.
                 if nonzero is not inside:
                     selected = nonzero.reshape(-1)
                     columns = self._columns(int(np.count_nonzero(selected)))
                     columns[0], columns[1] = train[selected], rollout[selected]
-                self._add_probabilities(columns)
+                    is_finite = False
+                self._add_probabilities(columns, is_finite)
 
     def _columns(self, tokens: int) -> Float64:
         """Return space [3, tokens]. It serves all blocks: the system would clear new pages for
@@ -334,7 +351,8 @@ class _Scan:
             self._space = np.empty((3, tokens))
         return self._space[:, :tokens]
 
-    def _add_rounds(self, rounds: _Rounds, columns: Float64) -> None:
+    def _add_rounds(self, rounds: _Rounds, columns: Float64) -> bool:
+        """Add |p - q| by round; return whether all are finite."""
         p, q, difference = columns
         np.abs(np.subtract(p, q, out=difference), out=difference)
         firsts = np.cumsum(rounds.lengths) - rounds.lengths
@@ -349,17 +367,23 @@ class _Scan:
             )
         self._counts[: counts.size] += counts
         self._sums[: sums.size] += sums
+        return bool(np.isfinite(of_runs).all())
 
-    def _add_probabilities(self, columns: Float64) -> None:
+    def _add_probabilities(self, columns: Float64, is_finite: bool) -> None:
+        """Add the tokens of two streams; `is_finite`: it is known that all of them are."""
         p, q, difference = columns
         n = p.size
         if not n:
             return
-        # e^p - 1 is precise where e^p is close to 1, and e^p where all are close to 0.
-        lowest, highest = np.array([p.min(), q.min()]), np.array([p.max(), q.max()])
-        base = np.array([0.0, *(highest > _NEAR_ONE)])
-        if not np.isfinite(lowest + highest).all():
+        for side, x in enumerate((p, q)):
+            if not self._low[side] < self._high[side]:
+                self._low[side] = min(self._low[side], x.min())
+                self._high[side] = max(self._high[side], x.max())
+        if not is_finite:
             self._count_non_finite(p, q)
+        # e^p - 1 is precise where e^p is close to 1, and e^p where all are close to 0.
+        near = [x[:_FEW].max() > _NEAR_ONE or x.max() > _NEAR_ONE for x in (p, q)]
+        base = np.array([0.0, *near])
         if base[1] != base[2]:
             np.subtract(np.exp(p), np.exp(q), out=difference)
         # In place: fewer columns compete for the cache.
@@ -373,7 +397,7 @@ class _Scan:
         totals = np.array([difference.sum(), u.sum(), v.sum()])
         self._total += float(totals[0])
         means = totals / n
-        seconds = _seconds(difference, u, v, means)
+        seconds = _seconds((difference, u, v), totals)
         common = np.maximum(base, self._base)
         means -= common - base
         if self.tokens:
@@ -386,8 +410,6 @@ class _Scan:
             self._seconds += np.outer(shift, shift) * (self.tokens * n / total)
         self._means += shift * (n / total)
         self.tokens = total
-        self._low = np.minimum(self._low, lowest)
-        self._high = np.maximum(self._high, highest)
 
     def _count_non_finite(self, p: Float64, q: Float64) -> None:
         for side, values in enumerate((p, q)):
@@ -412,7 +434,7 @@ class _Scan:
         }
 
     def _pearson(self) -> float:
-        if bool((self._low == self._high).any()):
+        if not bool((self._low < self._high).all()):
             return math.nan
         with np.errstate(all="ignore"):
             scale = math.sqrt(self._seconds[1, 1]) * math.sqrt(self._seconds[2, 2])
