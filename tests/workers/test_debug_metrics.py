@@ -112,6 +112,17 @@ def test_long_rounds_and_short_ones_in_one_block() -> None:
     close(calculate_debug_metrics(long), by_verl(long) | by_loop(long))
 
 
+def test_streams_that_hardly_vary_keep_their_digits() -> None:
+    """As of a policy that is sure: one product less another would be all rounding."""
+    made = torch.Generator().manual_seed(0)
+    old, noise = torch.randn(2, 4, 500, generator=made, dtype=torch.float64)
+    batch = {
+        "old_log_probs": 1e-6 * old - 0.7,
+        "rollout_log_probs": 1e-6 * (old + 0.3 * noise) - 0.699,
+    }
+    close(calculate_debug_metrics(batch), by_verl({**batch, "response_mask": torch.ones(4, 500)}))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     batch = tensors()
