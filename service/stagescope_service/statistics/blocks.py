@@ -14,7 +14,7 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
-from stagescope_service.statistics.exponentials import NEAR
+from stagescope_service.statistics.exponentials import NEAR, exponential
 from stagescope_service.statistics.jit import exact, least, most, prefetch, reduction
 
 FLOAT64: Final = 0
@@ -287,23 +287,22 @@ def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64
 
 
 @reduction
-def probability_sums(
-    em1: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
-) -> None:
-    """Sum over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1.
+def probability_sums(q: Float64, em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
+    """Sum over e^p and e^q; `em1` is e^d - 1, and `exp_d` is e^d if all p are far below 0.
 
     Deviations are taken of e^p - 1, or of e^p if that has more digits; the same for q.
     """
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
-    of_q = exp_q if q_low else v
-    u0 = exp_q[0] * exp_d[0] if p_low else v[0] + exp_q[0] * em1[0]
-    v0, a0 = of_q[0], exp_q[0] * abs(em1[0])
+    less, whole = exponential(q[0])
+    u0 = whole * exp_d[0] if p_low else less + whole * em1[0]
+    v0, a0 = whole if q_low else less, whole * abs(em1[0])
     sa = saa = su = suu = sv = svv = suv = 0.0
     low = high = a0
     for i in range(n):
-        a = exp_q[i] * abs(em1[i])
-        u = exp_q[i] * exp_d[i] if p_low else v[i] + exp_q[i] * em1[i]
-        x, y, z = u - u0, of_q[i] - v0, a - a0
+        less, whole = exponential(q[i])
+        a = whole * abs(em1[i])
+        u = whole * exp_d[i] if p_low else less + whole * em1[i]
+        x, y, z = u - u0, (whole if q_low else less) - v0, a - a0
         low, high = least(low, a), most(high, a)
         sa += z
         saa += z * z
@@ -318,39 +317,11 @@ def probability_sums(
     _exp_sums(su + count * u0, sv + count * v0, p_low, q_low, out)
     out[AT.U_M2], out[AT.V_M2] = suu - su * su / count, svv - sv * sv / count
     out[AT.UV_C] = suv - su * sv / count
-    ratio_sums(em1, exp_d, n, out)
 
 
-@exact
+@reduction
 def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
     """Sum e^clamp(d), its second moment and chi-square; `em1` is e^d - 1."""
-    if larger(out[AT.D_MAX], -out[AT.D_MIN]) <= NEAR:
-        _near_ratio_sums(em1, n, out)
-    else:
-        _clamped_ratio_sums(em1, exp_d, n, out)
-    # The applied weights are the raw ones until `weights` changes them.
-    out[AT.W_SUM], out[AT.WEIGHT_SUM] = out[AT.RAW_SUM], out[AT.RATIO_SUM]
-    out[AT.W_M2] = out[AT.RATIO_M2]
-
-
-@reduction
-def _near_ratio_sums(em1: Float64, n: int, out: Float64) -> None:
-    """Do it where nothing is clamped, and e^d is near 1."""
-    w0 = em1[0]
-    raw = squares = sw = sww = 0.0
-    for i in range(n):
-        e = em1[i]
-        raw += e
-        squares += e * e
-        z = e - w0
-        sw += z
-        sww += z * z
-    out[AT.RAW_SUM], out[AT.RATIO_SUM] = raw, raw + float(n)
-    out[AT.CHI2_SUM], out[AT.RATIO_M2] = squares + 2.0 * raw, sww - sw * sw / float(n)
-
-
-@reduction
-def _clamped_ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
     chi2 = raw = ratio = sw = sww = 0.0
     for i in range(n):
         e = em1[i]
@@ -410,4 +381,3 @@ def probability_sums_wide(
     _exp_sums(su, sv, p_low, q_low, out)
     out[AT.U_M2], out[AT.V_M2] = suu, svv
     out[AT.UV_C] = suv
-    ratio_sums(em1, exp_d, n, out)

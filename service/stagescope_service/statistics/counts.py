@@ -21,6 +21,7 @@ from stagescope_service.statistics.blocks import (
     smaller,
 )
 from stagescope_service.statistics.cell import AT, Float64, Int32, UInt32
+from stagescope_service.statistics.exponentials import NEAR, one_more
 from stagescope_service.statistics.jit import exact, reduction
 
 HISTOGRAM_HALF: Final = 512
@@ -81,6 +82,8 @@ def weights(em1: Float64, exp_d: Float64, n: int, rule: Float64, out: Float64) -
     slack = 1e-12 * (1.0 + abs(most))
     if most + slack <= smaller(upper, high) and least - slack >= larger(lower, low):
         return
+    if larger(out[AT.D_MAX], -out[AT.D_MIN]) <= NEAR:
+        one_more(em1, n, exp_d)
     origin, least, most = 0.0, math.inf, -math.inf
     is_high = is_low = total = applied = sw = sww = 0.0
     for i in range(n):

@@ -16,6 +16,7 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.blocks import (
+    FAR_BELOW,
     all_finite,
     kind_of_non_finite,
     lag_sums,
@@ -27,6 +28,7 @@ from stagescope_service.statistics.blocks import (
     log_prob_sums,
     probability_sums,
     probability_sums_wide,
+    ratio_sums,
     ranges,
     rounding,
     smaller,
@@ -39,7 +41,7 @@ from stagescope_service.statistics.exponentials import (
     exponentials_near_0,
     exponentials_of_d,
     exponentials_of_d_wide,
-    exponentials_of_q,
+    one_more,
 )
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
 from stagescope_service.statistics.profiles import Placement
@@ -73,8 +75,6 @@ class Work(NamedTuple):
     q: Float64
     d: Float64
     em1: Float64
-    v: Float64
-    exp_q: Float64
     exp_d: Float64
     slots: Int32
     carry: Float64
@@ -231,18 +231,24 @@ def _pairs(p: Float64, q: Float64, n: int, carry: Float64, part: Float64) -> Non
 @exact
 def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
     """Fill the exponentials of d, and the statistics of probabilities of the block's cell."""
-    d, em1, v, exp_q, exp_d, part = work.d, work.em1, work.v, work.exp_q, work.exp_d, work.part
+    d, em1, exp_d, part = work.d, work.em1, work.exp_d, work.part
     largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
     if largest <= NEAR:
-        exponentials_near_0(d, n, em1, exp_d, part)
-    elif largest <= 700.0:
-        exponentials_of_d(d, n, em1, exp_d, part)
+        exponentials_near_0(d, n, em1, part)
+        if part[AT.P_MAX] < FAR_BELOW:
+            one_more(em1, n, exp_d)
     else:
-        exponentials_of_d_wide(d, n, em1, exp_d, part)
+        if largest <= 700.0:
+            exponentials_of_d(d, n, em1, exp_d, part)
+        else:
+            exponentials_of_d_wide(d, n, em1, exp_d, part)
+        ratio_sums(em1, exp_d, n, part)
+    # The applied weights are the raw ones until `weights` changes them.
+    part[AT.W_SUM], part[AT.WEIGHT_SUM] = part[AT.RAW_SUM], part[AT.RATIO_SUM]
+    part[AT.W_M2] = part[AT.RATIO_M2]
     narrow = largest <= 700.0 and part[AT.Q_MIN] >= -700.0
     if narrow and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
-        exponentials_of_q(q, n, v, exp_q)
-        probability_sums(em1, exp_d, v, exp_q, n, part)
+        probability_sums(q, em1, exp_d, n, part)
     else:
         probability_sums_wide(p, q, em1, exp_d, n, part)
 
@@ -461,7 +467,7 @@ def accumulate(
     """
     work = Work(
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK),
-        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int32),
+        np.empty(BLOCK, np.int32),
         np.zeros(5), np.empty(_WIDTH), np.empty(_WIDTH),
     )  # fmt: skip
     used = np.zeros((3, 1), np.int64)

@@ -12,11 +12,12 @@ import pytest
 from tests.support.batches import batch_of
 
 from stagescope_service.statistics import Field, StatisticsSettings, Summary, publish, summarise
-from stagescope_service.statistics.blocks import lagged
+from stagescope_service.statistics.blocks import lagged, ratio_sums
 from stagescope_service.statistics.exponentials import (
     NEAR,
     exponentials_near_0,
     exponentials_of_d,
+    one_more,
 )
 
 Float64 = npt.NDArray[np.float64]
@@ -319,10 +320,13 @@ def test_exponentials_near_0_have_the_same_digits() -> None:
     x = np.concatenate([np.linspace(-NEAR, NEAR, 4001), [0.0, 5e-324, 1e-300, -1e-17]])
     near, far = np.empty((2, len(x))), np.empty((2, len(x)))
     of_near, of_far = np.zeros(len(Field)), np.zeros(len(Field))
-    exponentials_near_0(x, len(x), near[0], near[1], of_near)
+    of_near[Field.D_SUM] = of_far[Field.D_SUM] = x.sum()
+    exponentials_near_0(x, len(x), near[0], of_near)
+    one_more(near[0], len(x), near[1])
     exponentials_of_d(x, len(x), far[0], far[1], of_far)
+    ratio_sums(far[0], far[1], len(x), of_far)
     assert np.array_equal(near, far)
-    assert of_near == pytest.approx(of_far, rel=1e-15)
+    assert of_near == pytest.approx(of_far, rel=1e-14, abs=1e-12)
 
 
 def test_a_loop_counts_no_references_to_its_arrays() -> None:
