@@ -49,6 +49,8 @@ from stagescope_service.statistics.profiles import Placement
 BLOCK: Final = 2048
 """More tokens amortize the merge of a block's cell; the buffers still fit into the L2 cache."""
 
+_SHARES: Final = 6
+"""Number of times that a block asks for values ahead."""
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
 _FIRST_MAX: Final = int(AT.D_MAX)
@@ -92,6 +94,15 @@ class Kept(NamedTuple):
     """[K, 2]: token, segment."""
     used: Int64
     """[1], the number of filled rows."""
+
+
+class Ahead(NamedTuple):
+    """The tokens after a block: their values are asked for in shares, between its loops. The memory
+    has a limited number of requests open, so that asking for all at once would wait."""
+
+    streams: Streams
+    start: int
+    stop: int
 
 
 class At(NamedTuple):
@@ -254,16 +265,32 @@ def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
 
 
 @exact
-def _block(p: Float64, q: Float64, n: int, rule: Float64, work: Work) -> None:
+def _ask(ahead: Ahead, number: int) -> None:
+    """Ask for the values of one of `_SHARES` shares of the tokens ahead."""
+    (p_raw, p_kind, q_raw, q_kind), start, stop = ahead
+    share = (stop - start + _SHARES - 1) // _SHARES
+    first = start + number * share
+    last = first + share if first + share < stop else stop
+    load_ahead(p_raw, p_kind, first, last)
+    load_ahead(q_raw, q_kind, first, last)
+
+
+@exact
+def _block(p: Float64, q: Float64, n: int, rule: Float64, ahead: Ahead, work: Work) -> None:
     """Fill the block's cell from n finite tokens and merge it into the segment's."""
     d, part = work.d, work.part
     _reset(part)
     part[_N] = n
     ranges(p, q, d, n, part)
+    _ask(ahead, 0)
     log_prob_sums(p, q, d, n, part)
+    _ask(ahead, 1)
     _pairs(p, q, n, work.carry, part)
+    _ask(ahead, 2)
     rounding(p, q, n, part)
+    _ask(ahead, 3)
     _probabilities(p, q, n, work)
+    _ask(ahead, 4)
     tails(d, work.em1, n, part)
     weights(work.em1, work.exp_d, n, rule, part)
     _merge_into(work.cell, part)
@@ -356,11 +383,14 @@ def _at_token(at: At, token: int) -> At:
 
 
 @exact
-def _add_finite(i: int, j: int, at: At, place: Placement, work: Work, tables: Tables) -> None:
+def _add_finite(
+    i: int, j: int, at: At, place: Placement, ahead: Ahead, work: Work, tables: Tables
+) -> None:
     """Add the tokens i to j of the loaded block, all finite; `at` and `place` are of the first."""
     d, n, part, q = work.d, j - i, work.part, work.q[i:j]
-    _block(work.p[i:j], q, n, tables.rule, work)
+    _block(work.p[i:j], q, n, tables.rule, ahead, work)
     histogram(d, n, int(part[AT.EQUAL]), work.slots, tables.histogram)
+    _ask(ahead, 5)
     profiles.add(q, d, n, place, part, tables.profile)
     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
     if largest > 0.0:
@@ -369,7 +399,9 @@ def _add_finite(i: int, j: int, at: At, place: Placement, work: Work, tables: Ta
 
 
 @exact
-def _add_mixed(size: int, at: At, place: Placement, work: Work, tables: Tables) -> None:
+def _add_mixed(
+    size: int, at: At, place: Placement, ahead: Ahead, work: Work, tables: Tables
+) -> None:
     """Add a loaded block in which some tokens have a non-finite value."""
     p, q = work.p, work.q
     i = 0
@@ -378,7 +410,7 @@ def _add_mixed(size: int, at: At, place: Placement, work: Work, tables: Tables) 
         while j < size and math.isfinite(p[j]) and math.isfinite(q[j]):
             j += 1
         if j > i:
-            _add_finite(i, j, _at_token(at, at.first + i), _moved(place, i), work, tables)
+            _add_finite(i, j, _at_token(at, at.first + i), _moved(place, i), ahead, work, tables)
         if j < size:
             token = at.first + j
             _non_finite(p[j], q[j], work.cell)
@@ -410,13 +442,12 @@ def _add_segment(
         load(q_raw, q_kind, base, q, size)
         ahead, end = (base + size, stop) if base + size < stop else following
         end = ahead + BLOCK if end > ahead + BLOCK else end
-        load_ahead(p_raw, p_kind, ahead, end)
-        load_ahead(q_raw, q_kind, ahead, end)
+        then = Ahead(streams, ahead, end)
         here, place = _at_token(at, base), _moved(head, base - start)
         if all_finite(p, q, size):
-            _add_finite(0, size, here, place, work, tables)
+            _add_finite(0, size, here, place, then, work, tables)
         else:
-            _add_mixed(size, here, place, work, tables)
+            _add_mixed(size, here, place, Ahead(streams, end, end), work, tables)
     cell[AT.MASKED] = stop - start
     cell[AT.SEGMENTS] = 1.0
     if cell[AT.BOTH_ZERO] > 0.0:
