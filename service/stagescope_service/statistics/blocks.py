@@ -14,7 +14,7 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
-from stagescope_service.statistics.exponentials import NEAR, exponential
+from stagescope_service.statistics.exponentials import exponential
 from stagescope_service.statistics.jit import exact, least, most, prefetch, reduction
 
 FLOAT64: Final = 0

@@ -53,7 +53,8 @@ _C = (
     0.0013888888917213717, 0.00019841269863053618, 2.4801521295954376e-05,
     2.7557268459997064e-06, 2.7620088445409746e-07, 2.510038549551032e-08,
 )  # fmt: skip
-"""(e^r - 1 - r) / r^2 for |r| <= NEAR, interpolated where its error is smallest: 4e-17 of e^r - 1."""
+"""(e^r - 1 - r) / r^2 for |r| <= NEAR, interpolated at Chebyshev's points: with these terms the
+relative error of e^r - 1 is below 1e-16."""
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9 = _C
 
 
@@ -83,8 +84,8 @@ def _of_d(x: float) -> _Four:
 
 @reduction
 def exponentials_near_0(x: Float64, n: int, em1: Float64, out: Float64) -> None:
-    """Do `exponentials_of_d` for |x| <= NEAR: with k = 0, and without e^x. Sum the ratios, too: none
-    is clamped. `out` has the sum of x."""
+    """Do `exponentials_of_d` for |x| <= NEAR, but for e^x, and `ratio_sums`, since none is clamped.
+    `out` has the sum of x."""
     third = absolute = sw = sww = 0.0
     first, _, _ = _of_near_0(x[0])
     for i in range(n):

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 _SOURCES: Final = (
     "jit", "cell", "segments", "exponentials", "blocks", "counts", "profile_bins", "profiles",
-    "kernel", "pair_fields", "pair_blocks", "pairwise_kernel",
+    "kept", "kernel", "pair_fields", "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,6 +39,15 @@ def _loop(**flags: object) -> Callable[[Any], Any]:
 def exact(function: Function) -> Function:
     """Compile a loop that keeps the order of its sums and follows IEEE 754 for NaN and inf."""
     return cast(Function, _loop()(function))
+
+
+def inlined(function: Function) -> Function:
+    """Compile like `exact`, into each caller.
+
+    A call passes seven words for each array, and a tuple of arrays as all its words. In the kernel
+    such calls took a tenth of the time.
+    """
+    return cast(Function, _loop(forceinline=True)(function))
 
 
 def allocating(function: Function) -> Function:

@@ -28,8 +28,8 @@ from stagescope_service.statistics.blocks import (
     log_prob_sums,
     probability_sums,
     probability_sums_wide,
-    ratio_sums,
     ranges,
+    ratio_sums,
     rounding,
     smaller,
 )
@@ -43,7 +43,15 @@ from stagescope_service.statistics.exponentials import (
     exponentials_of_d_wide,
     one_more,
 )
-from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
+from stagescope_service.statistics.jit import (
+    array_type,
+    entry,
+    exact,
+    inlined,
+    input_type,
+    tuple_type,
+)
+from stagescope_service.statistics.kept import At, Kept, keep_first_unequal, keep_least, keep_worst
 from stagescope_service.statistics.profiles import Placement
 
 BLOCK: Final = 2048
@@ -85,17 +93,6 @@ class Work(NamedTuple):
     cell: Float64
 
 
-class Kept(NamedTuple):
-    """The tokens with the K smallest keys."""
-
-    keys: Float64
-    """[K, 3], compared from left to right."""
-    ids: Int64
-    """[K, 2]: token, segment."""
-    used: Int64
-    """[1], the number of filled rows."""
-
-
 class Ahead(NamedTuple):
     """The tokens after a block: their values are asked for in shares, between its loops. The memory
     has a limited number of requests open, so that asking for all at once would wait."""
@@ -103,18 +100,6 @@ class Ahead(NamedTuple):
     streams: Streams
     start: int
     stop: int
-
-
-class At(NamedTuple):
-    """The place of the first token of a block."""
-
-    order: float
-    """Of its sample."""
-    first: int
-    """Its index in the batch."""
-    position: int
-    """The offset from a token's index to its position in its sample."""
-    segment: int
 
 
 class Tables(NamedTuple):
@@ -162,70 +147,7 @@ def _merge_into(cell: Float64, other: Float64) -> None:
         cell[i] = other[i] if other[i] > cell[i] else cell[i]
 
 
-@exact
-def _sorts_after(kept: Float64, row: int, key: tuple[float, float, float]) -> bool:
-    for j in range(3):
-        if kept[row, j] != key[j]:
-            return bool(kept[row, j] > key[j])
-    return False
-
-
-@exact
-def _keep_least(kept: Kept, key: tuple[float, float, float], token: int, segment: int) -> None:
-    """Keep (key, token, segment) if it is among the K smallest; the largest is kept at 0."""
-    keys, ids, used = kept
-    size, place = keys.shape[0], 0
-    if used[0] < size:
-        place = used[0]
-        used[0] += 1
-    elif not _sorts_after(keys, 0, key):
-        return
-    keys[place, 0], keys[place, 1], keys[place, 2] = key
-    ids[place, 0], ids[place, 1] = token, segment
-    if used[0] == size:
-        largest = 0
-        for i in range(1, size):
-            if _sorts_after(keys, i, (keys[largest, 0], keys[largest, 1], keys[largest, 2])):
-                largest = i
-        for j in range(3):
-            keys[0, j], keys[largest, j] = keys[largest, j], keys[0, j]
-        for j in range(2):
-            ids[0, j], ids[largest, j] = ids[largest, j], ids[0, j]
-
-
-@exact
-def _least_kept(kept: Kept) -> float:
-    """Return the |d| below which no token is among the worst."""
-    return float(-kept.keys[0, 0]) if kept.used[0] == kept.keys.shape[0] else 0.0
-
-
-@exact
-def _keep_worst(d: Float64, n: int, largest: float, at: At, kept: Kept) -> None:
-    """Keep the tokens of a block that are among the worst; `largest` is its largest |d|."""
-    bound = _least_kept(kept)
-    if largest < bound:
-        return
-    for k in range(n):
-        x = abs(d[k])
-        if x >= bound and x > 0.0:
-            token = at.first + k
-            key = (-x, at.order, float(at.position + token))
-            _keep_least(kept, key, token, at.segment)
-            bound = _least_kept(kept)
-
-
-@exact
-def _keep_first_unequal(d: Float64, n: int, at: At, kept: Kept) -> None:
-    """Keep the first token of a block whose d is not 0; later ones of its segment sort after it."""
-    for k in range(n):
-        if d[k] != 0.0:
-            token = at.first + k
-            key = (0.0, at.order, float(at.position + token))
-            _keep_least(kept, key, token, at.segment)
-            return
-
-
-@exact
+@inlined
 def _pairs(p: Float64, q: Float64, n: int, carry: Float64, part: Float64) -> None:
     """Sum over pairs of tokens at lags 1 and 2, and remember the block's last two tokens."""
     following, preceding = lag_sums(p, q, n, part)
@@ -239,7 +161,7 @@ def _pairs(p: Float64, q: Float64, n: int, carry: Float64, part: Float64) -> Non
     carry[0], carry[1] = p[n - 1], q[n - 1]
 
 
-@exact
+@inlined
 def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
     """Fill the exponentials of d, and the statistics of probabilities of the block's cell."""
     d, em1, exp_d, part = work.d, work.em1, work.exp_d, work.part
@@ -264,7 +186,7 @@ def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
         probability_sums_wide(p, q, em1, exp_d, n, part)
 
 
-@exact
+@inlined
 def _ask(ahead: Ahead, number: int) -> None:
     """Ask for the values of one of `_SHARES` shares of the tokens ahead."""
     (p_raw, p_kind, q_raw, q_kind), start, stop = ahead
@@ -275,7 +197,7 @@ def _ask(ahead: Ahead, number: int) -> None:
     load_ahead(q_raw, q_kind, first, last)
 
 
-@exact
+@inlined
 def _block(p: Float64, q: Float64, n: int, rule: Float64, ahead: Ahead, work: Work) -> None:
     """Fill the block's cell from n finite tokens and merge it into the segment's."""
     d, part = work.d, work.part
@@ -369,20 +291,20 @@ def _edges(streams: Streams, start: int, stop: int, p: Float64, q: Float64, cell
     cell[AT.TRAIL_SQUARES] = last_run * last_run
 
 
-@exact
+@inlined
 def _moved(head: Placement, by: int) -> Placement:
     """Return the place of a token some tokens after the head of its segment."""
     before, behind, last, position = head
     return Placement(before + by if before >= 0 else before, behind - by, last, position + by)
 
 
-@exact
+@inlined
 def _at_token(at: At, token: int) -> At:
     """Return the place of another token of the segment."""
     return At(at.order, token, at.position, at.segment)
 
 
-@exact
+@inlined
 def _add_finite(
     i: int, j: int, at: At, place: Placement, ahead: Ahead, work: Work, tables: Tables
 ) -> None:
@@ -394,8 +316,8 @@ def _add_finite(
     profiles.add(q, d, n, place, part, tables.profile)
     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
     if largest > 0.0:
-        _keep_first_unequal(d, n, at, tables.unequal)
-        _keep_worst(d, n, largest, at, tables.worst)
+        keep_first_unequal(d, n, at, tables.unequal)
+        keep_worst(d, n, largest, at, tables.worst)
 
 
 @exact
@@ -417,11 +339,11 @@ def _add_mixed(
             profiles.add_non_finite(q[j], _moved(place, j), tables.profile)
             work.carry[2] = 0.0
             key = (0.0, at.order, float(at.position + token))
-            _keep_least(tables.bad, key, token, at.segment)
+            keep_least(tables.bad, key, token, at.segment)
         i = j + 1
 
 
-@exact
+@inlined
 def _add_segment(
     streams: Streams,
     stop: int,

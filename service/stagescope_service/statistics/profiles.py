@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.statistics.cell import AT, Float64
-from stagescope_service.statistics.jit import exact, reduction
+from stagescope_service.statistics.jit import exact, inlined, reduction
 from stagescope_service.statistics.profile_bins import (
     BINS,
     CHANCES,
@@ -122,7 +122,7 @@ def _sums_of_two(q: Float64, d: Float64, n: int, low: float, middle: float, high
     return (count, total, size, square), (count2, total2, size2, square2)
 
 
-@exact
+@inlined
 def _probability(q: Float64, d: Float64, n: int, part: Float64, table: Float64) -> None:
     """Add a block by the probability of q. One pass for each two bins that it touches is faster
     than one pass that picks each token's bin: it vectorizes."""
@@ -185,7 +185,7 @@ def _lattice_of(d: Float64, table: Float64) -> None:
             _put(table, _LATTICE + own, 1.0, d[i], abs(d[i]), d[i] * d[i])
 
 
-@exact
+@inlined
 def add(
     q: Float64, d: Float64, n: int, placement: Placement, part: Float64, table: Float64
 ) -> None:
