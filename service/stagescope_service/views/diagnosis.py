@@ -18,7 +18,6 @@ from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_service.rules.steps import CurrentStep, LossOfStep
-from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
@@ -88,18 +87,21 @@ def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | 
     """Return the fields of the answer, and its rows."""
     # One transaction: what a commit in the middle changed would contradict what was read before.
     with deps.catalogue.snapshot() as catalogue:
-        return _diagnosis_of(deps, catalogue, run, attempt, step)
+        pinned = dataclasses.replace(
+            deps, catalogue=catalogue, finder=deps.finder.within(catalogue)
+        )
+        return _diagnosis_of(pinned, run, attempt, step)
 
 
 def _diagnosis_of(
-    deps: Dependencies, catalogue: Catalogue, run: str, attempt: int | None, step: int | None
+    deps: Dependencies, run: str, attempt: int | None, step: int | None
 ) -> Found:
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
     now = deps.clock() if step is None else None
     memory = deps.memories.of(target.run)
     history = RunHistory(
-        catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now, memory=memory
+        deps.catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now, memory=memory
     )
     rows = diagnose(history)
     if attempt is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypedDict, cast
 
 import sqlalchemy as sa
@@ -286,7 +286,7 @@ class MeasurementQueries(Reader):
         The list is empty if no stage of the attempts is, the usual case.
         """
         superseded = _superseded(attempts, "incarnation", "work_key")
-        if not self._values(superseded.limit(1)):
+        if not self._has_any(("superseded", repr(attempts)), superseded):
             return []
         scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
         own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
@@ -305,7 +305,7 @@ class MeasurementQueries(Reader):
         rank = (table.c.attempt_id, table.c.role, table.c.rank)
         where = [*conditions("processes", attempt_id=attempts), is_probe]
         twice = sa.select(rank[0]).where(*where).group_by(*rank).having(sa.func.count() > 1)
-        if not self._values(twice.limit(1)):
+        if not self._has_any(("twice", repr(attempts)), twice):
             return []
         scalars, other = TABLES["scalars"].c, TABLES["scalars"].alias().c
         own, newer = table.alias().c, table.alias().c
@@ -321,6 +321,9 @@ class MeasurementQueries(Reader):
             other.name == scalars.name,
         )
         return [sa.or_(scalars.stage.is_not(None), ~replaced)]
+
+    def _has_any(self, key: Hashable, query: Query) -> bool:
+        return self._once(key, lambda: bool(self._values(query.limit(1))))
 
     def payloads(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
@@ -64,6 +64,8 @@ class Reader:
         self._file = connect.file_id(self._path) if self._path else None
         self._engine = connect.reader_engine(url)
         self._pinned: sa.Connection | None = None
+        self._found: dict[Hashable, Any] = {}
+        """What a snapshot has found already."""
 
     def close(self) -> None:
         """Close every connection."""
@@ -85,7 +87,7 @@ class Reader:
         engine = self._engine.execution_options(**options)
         with connect.catalogue_errors(self._where), engine.begin() as connection:
             pinned = copy.copy(self)
-            pinned._pinned = connection
+            pinned._pinned, pinned._found = connection, {}
             yield pinned
 
     @contextlib.contextmanager
@@ -128,6 +130,19 @@ class Reader:
                 names = [*found.keys()]
                 for values in found:  # a mapping of SQLAlchemy costs several times this dict
                     yield cast("R", dict(zip(names, values, strict=True)))
+
+    def _once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """Return what a method finds in the catalogue; a snapshot looks for it once.
+
+        Args:
+            key: the method and its arguments.
+            find: looks for it.
+        """
+        if self._pinned is None:
+            return find()
+        if key not in self._found:
+            self._found[key] = find()
+        return cast("T", self._found[key])
 
     def _first(self, row: type[R], query: Query) -> R | None:
         found = self._rows(row, query.limit(1))

@@ -97,12 +97,15 @@ class RunQueries(Reader):
 
     def has_run(self, run: str) -> bool:
         """Return whether there is a run of this name."""
-        return self._one(RunRow, "runs", run=run) is not None
+        return self._run(run) is not None
 
     def is_being_deleted(self, run: str) -> bool:
         """Return whether there is a run of this name that is being deleted."""
-        row = self._one(RunRow, "runs", run=run)
+        row = self._run(run)
         return row is not None and row["deleting_wall"] is not None
+
+    def _run(self, run: str) -> RunRow | None:
+        return self._once(("run", run), lambda: self._one(RunRow, "runs", run=run))
 
     def runs_shown_as(self, display_name: str) -> list[str]:
         """Return the names of the runs with this display name."""
@@ -125,7 +128,7 @@ class RunQueries(Reader):
 
     def display_name(self, run: str) -> str:
         """Return the text that people see for a run: its display name, else its name."""
-        row = self._one(RunRow, "runs", run=run)
+        row = self._run(run)
         return run if row is None else row["display_name"] or run
 
     def run(self, run: str) -> ListedRun | None:
@@ -138,7 +141,10 @@ class RunQueries(Reader):
 
     def attempts(self, run: str | None = None) -> list[ListedAttempt]:
         """Return the attempts of a run, or of all runs, newest first."""
-        return self._rows(ListedAttempt, overview.attempts(run))
+        found = self._once(
+            ("attempts", run), lambda: self._rows(ListedAttempt, overview.attempts(run))
+        )
+        return [*found]
 
     def described_attempts(self, run: str) -> list[DescribedAttempt]:
         """Return the attempts of a run with their fingerprints, newest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import time
@@ -98,6 +99,12 @@ class Finder:
         self._catalogue = catalogue
         self._live: tuple[float, list[LiveRun]] | None = None
         """Monotonic seconds of the query, and its answer."""
+
+    def within(self, catalogue: Catalogue) -> Finder:
+        """Return a finder of what a snapshot of the catalogue has."""
+        found = copy.copy(self)
+        found._catalogue = catalogue
+        return found
 
     def attempt(self, run: str | None, number: int | None = None) -> Target:
         """Return an attempt, the run's newest where `number` is None.
