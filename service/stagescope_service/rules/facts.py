@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, TypeVar, cast
 
 from stagescope_service.rules.missing import missing_then
 from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
@@ -32,6 +32,24 @@ RankStage = tuple[str, str, int]
 """(stage, role, rank)."""
 _ALL: Final = 1_000_000
 
+T = TypeVar("T")
+
+
+class StepStatistics:
+    """What was read and computed of a step's statistics; valid while the step has the same mark.
+
+    The parts themselves are left out, because they may be large.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, object] = {}
+
+    def of(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """Return what has a name; it is computed when it is first asked for."""
+        if name not in self._known:
+            self._known[name] = compute()
+        return cast("T", self._known[name])
+
 
 class StepFacts:
     """The facts of a step. Each is read from the catalogue when it is first asked for.
@@ -42,18 +60,24 @@ class StepFacts:
         attempt_id: of the attempt, in the catalogue.
         attempt: its number in the run.
         step: the step.
+        known: what earlier facts of the step have computed; None: nothing.
     """
 
     def __init__(
-        self, catalogue: Catalogue, run: str, attempt_id: int, attempt: int, step: int
+        self,
+        catalogue: Catalogue,
+        run: str,
+        attempt_id: int,
+        attempt: int,
+        step: int,
+        known: StepStatistics | None = None,
     ) -> None:
         self._catalogue = catalogue
         self.run = run
         self.attempt_id = attempt_id
         self.attempt = attempt
         self.step = step
-        self.noise = lru_cache(maxsize=None)(self._read_noise)
-        """Return the statistics of the trainer against itself in a stage; None: not recorded."""
+        self._known = known or StepStatistics()
         self._of_stage = lru_cache(maxsize=None)(self._read_stage)
 
     @cached_property
@@ -70,6 +94,9 @@ class StepFacts:
     @cached_property
     def whole(self) -> StepSummary | None:
         """The statistics of the step; None: none, or another version wrote them."""
+        return self._known.of("whole", self._read_whole)
+
+    def _read_whole(self) -> StepSummary | None:
         if self.row is None or self.row["step_summary"] is None:
             return None
         try:
@@ -101,7 +128,7 @@ class StepFacts:
     @cached_property
     def published(self) -> Mapping[str, float]:
         """The published numbers."""
-        return publish(self.summary.summary)
+        return self._known.of("published", lambda: publish(self.summary.summary))
 
     @cached_property
     def published_noise(self) -> Mapping[str, float] | None:
@@ -112,16 +139,29 @@ class StepFacts:
     @cached_property
     def comparability(self) -> Comparability:
         """Whether the streams can be compared."""
-        return examine(self.summary.summary, self.summary.ranks)
+        return self._known.of(
+            "comparability", lambda: examine(self.summary.summary, self.summary.ranks)
+        )
 
     def _read_stage(self, stage: str) -> StepSummary | None:
         return assemble(self._parts, stage=stage) if stage in self.stages else None
+
+    def noise(self, stage: str) -> StepSummary | None:
+        """Return the statistics of the trainer against itself in a stage; None: not recorded."""
+        return self._known.of(("noise", stage), lambda: self._read_noise(stage))
 
     def _read_noise(self, stage: str) -> StepSummary | None:
         try:
             return assemble(self.parts(NOISE_PAIR), stage=stage, pairs=[NOISE_PAIR])
         except InvalidInput:  # no rank handed over recomputed_log_probs there
             return None
+
+    @property
+    def _pairs(self) -> Set[str]:
+        """The names of the pairs of streams that ranks reported."""
+        return self._known.of(
+            "pairs", lambda: self._catalogue.summary_pairs(self.attempt_id, self.step)
+        )
 
     @cached_property
     def _parts(self) -> list[PartRecord]:
@@ -131,6 +171,8 @@ class StepFacts:
         """Return the report of each rank on a pair of streams, or on every pair; [] if it cannot be
         read."""
         name = None if pair is None else pair_name(pair)
+        if name is not None and name not in self._pairs:
+            return []
         rows = self._catalogue.summaries(self.attempt_id, self.step, pair=name)
         if not rows:
             return []

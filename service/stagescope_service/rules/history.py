@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final
 
 from typing_extensions import Self
 
 from stagescope_service.rules.evidence import Series
-from stagescope_service.rules.facts import StepFacts
+from stagescope_service.rules.facts import StepFacts, StepStatistics
 from stagescope_service.rules.logged import LoggedScalars
+from stagescope_service.rules.memory import NEWEST as NEWEST
 from stagescope_service.rules.memory import RunMemory, window_of
 from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
@@ -26,13 +27,12 @@ from stagescope_service.statistics.step_metrics import VERSION, Dimension, Slice
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.canary import CanaryAgreement
-from stagescope_service.store.queries.measurements import StepNumbers
+from stagescope_service.store.queries.measurements import StepMark
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import (
     FindingRow,
     LossRow,
     ProcessColumns,
-    SampleRow,
     UnfinishedRank,
     WeightVerdictRow,
 )
@@ -40,8 +40,6 @@ from stagescope_service.store.tables.training import ENDED
 from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.nonfinite import JsonObject
 
-NEWEST: Final = 10
-"""Newest measured steps that are looked at by rank, by round, and by sample."""
 READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 PARTIAL: Final = 200
@@ -148,31 +146,33 @@ class RunHistory:
     @cached_property
     def steps(self) -> list[CurrentStep]:
         """The current closed steps, ascending."""
+        number = self._number
         return [
-            CurrentStep(
-                step,
-                attempt_id,
-                self._number[attempt_id],
-                row["verdict"] if self._rows.is_measured((attempt_id, step)) else None,
-                tuple(row["suspects"] or ()),
-            )
-            for (attempt_id, step), row in zip(self._rows.keys, self._rows.rows, strict=True)
+            CurrentStep(step, attempt_id, number[attempt_id], found.verdict, found.suspects)
+            if found is not None
+            else CurrentStep(step, attempt_id, number[attempt_id], None, ())
+            for (attempt_id, step), found in self._rows.numbers_of_rows()
         ]
 
     @cached_property
     def measured(self) -> list[CurrentStep]:
         """The steps that have numbers, ascending."""
+        return self._measured
+
+    @cached_property
+    def _measured(self) -> list[CurrentStep]:
+        """The same, with numbers of all tokens."""
         return [step for step in self.steps if step.verdict is not None]
 
     def has_no_streams(self, step: CurrentStep) -> bool:
         """Return whether a step was aggregated as far as it can be, and has no numbers."""
         row = self._row_of[step.step]
-        is_due = row["parts_mark"] is not None and row["parts_mark"] != row["summary_mark"]
-        return not (row["has_summary"] or is_due or row["rows_removed"])
+        is_due = row.parts_mark is not None and row.parts_mark != row.summary_mark
+        return not (row.has_summary or is_due or row.rows_removed)
 
     @cached_property
-    def _row_of(self) -> Mapping[int, StepNumbers]:
-        return {row["step"]: row for row in self._rows.rows}
+    def _row_of(self) -> Mapping[int, StepMark]:
+        return {row.step: row for row in self._rows.rows}
 
     def processes(self, attempt_id: int) -> list[ProcessColumns]:
         """Return the processes of an attempt."""
@@ -180,8 +180,8 @@ class RunHistory:
 
     def closed_walls(self, attempt_id: int) -> list[float]:
         """Return when the steps of an attempt closed, in Unix seconds, ascending."""
-        own = (row for row in self._rows.rows if row["attempt_id"] == attempt_id)
-        return sorted(row["closed_wall"] for row in own if row["closed_wall"] is not None)
+        own = (row for row in self._rows.rows if row.attempt_id == attempt_id)
+        return sorted(row.closed_wall for row in own if row.closed_wall is not None)
 
     def partial(self) -> Series:
         """Return 1 for each step that closed without some of its ranks, else 0.
@@ -192,7 +192,7 @@ class RunHistory:
         oldest = float(bool(next(iter(missing.values()), ())))
         values = {
             key: float(bool(missing[key])) if key in missing
-            else oldest * (row["completeness"] == "partial")
+            else oldest * (row.completeness == "partial")
             for key, row in zip(self._rows.keys, self._rows.rows, strict=True)
         }  # fmt: skip
         return self._rows.series("partial steps", values)
@@ -213,7 +213,7 @@ class RunHistory:
     def _missing(self) -> dict[StepKey, list[UnfinishedRank]]:
         """The newest `PARTIAL` partial steps, ascending, and the ranks that each lacks."""
         rows = zip(self._rows.keys, self._rows.rows, strict=True)
-        partial = [key for key, row in rows if row["completeness"] == "partial"][-PARTIAL:]
+        partial = [key for key, row in rows if row.completeness == "partial"][-PARTIAL:]
         found = missing_ranks(self._catalogue, self.attempts, partial)
         return {key: found.get(key, []) for key in partial}
 
@@ -257,23 +257,38 @@ class RunHistory:
     ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
-        if steps is None:
-            return [(step, slices.column(by, name)) for step, slices in self._newest_slices]
-        if by == "rank":  # too many to be remembered
-            return [(step, slices.column(by, name)) for step, slices in self._read_slices(steps)]
+        if steps is None or by == "rank":  # ranks of all steps are too many to be remembered
+            own = self._slices_of(self.measured[-NEWEST:] if steps is None else steps)
+            return [(step, slices.column(by, name)) for step, slices in own]
         of = {(step.attempt_id, step.step): step for step in steps}
-        marks = {key: self._row_of[key[1]]["summary_wall"] for key in of}
+        marks = {key: self._row_of[key[1]].summary_wall for key in of}
 
         def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Mapping[SliceKey, float]]:
-            found = self._read_slices([of[key] for key in keys])
+            found = self._slices_of([of[key] for key in keys])
             return {(step.attempt_id, step.step): slices.column(by, name) for step, slices in found}
 
         found = self._memory.slices[by, name].of(marks, read)
         return [(of[key], column) for key, column in found.items()]
 
+    def _slices_of(self, steps: Sequence[CurrentStep]) -> list[tuple[CurrentStep, SliceMetrics]]:
+        """Return the numbers of the slices of measured steps; the newest ones are remembered."""
+        newest = self._newest_slices
+        if all((step.attempt_id, step.step) in newest for step in steps):
+            found = ((step, newest[step.attempt_id, step.step]) for step in steps)
+            return [(step, slices) for step, slices in found if slices is not None]
+        return self._read_slices(steps)
+
     @cached_property
-    def _newest_slices(self) -> list[tuple[CurrentStep, SliceMetrics]]:
-        return self._read_slices(self.measured[-NEWEST:])
+    def _newest_slices(self) -> Mapping[StepKey, SliceMetrics | None]:
+        """Those of the newest measured steps; None: a step has none."""
+        of = {(step.attempt_id, step.step): step for step in self._measured[-NEWEST:]}
+        marks = {key: self._row_of[key[1]].summary_wall for key in of}
+
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, SliceMetrics]:
+            found = self._read_slices([of[key] for key in keys])
+            return {(step.attempt_id, step.step): slices for step, slices in found}
+
+        return dict.fromkeys(of) | self._memory.newest_slices.of(marks, read)
 
     def _read_slices(self, steps: Sequence[CurrentStep]) -> list[tuple[CurrentStep, SliceMetrics]]:
         if not steps:
@@ -329,16 +344,31 @@ class RunHistory:
         return None if found.whole is None else found
 
     def _facts_of(self, step: CurrentStep) -> StepFacts:
-        return StepFacts(self._catalogue, self.run, step.attempt_id, step.attempt, step.step)
+        known = self._statistics.get((step.attempt_id, step.step))
+        return StepFacts(self._catalogue, self.run, step.attempt_id, step.attempt, step.step, known)
 
     @cached_property
-    def samples(self) -> list[SampleRow]:
-        """The samples of the newest steps that have some, the newest step first."""
-        found: list[SampleRow] = []
-        for step in reversed(self.steps[-NEWEST:]):
-            found += self._catalogue.samples(step.attempt_id, step.step, limit=_ROWS - len(found))
-            if len(found) >= _ROWS:
-                break
+    def _statistics(self) -> Mapping[StepKey, StepStatistics]:
+        """What earlier histories have computed of the newest measured steps."""
+        newest = (self._row_of[step.step] for step in self._measured[-NEWEST:])
+        marks = {
+            (row.attempt_id, row.step): (
+                row.summary_wall, row.parts_mark, row.summary_mark, row.rows_removed
+            )
+            for row in newest
+        }  # fmt: skip
+        return self._memory.statistics.of(
+            marks, lambda keys: {key: StepStatistics() for key in keys}
+        )
+
+    @cached_property
+    def token_counts(self) -> Counter[int]:
+        """Number of tokens -> the samples of the newest steps that have so many."""
+        found: Counter[int] = Counter()
+        newest = reversed(self.steps[-NEWEST:])
+        for attempt_id, own in groupby(newest, key=lambda step: step.attempt_id):
+            steps = [step.step for step in own]
+            found += self._catalogue.token_counts(attempt_id, steps, limit=_ROWS - found.total())
         return found
 
     @cached_property
@@ -482,7 +512,9 @@ class RunHistory:
     def stage_seconds(self) -> dict[tuple[str, str], dict[int, dict[int, float]]]:
         """Return (stage, role) -> step -> rank -> seconds, of the newest steps."""
         found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
-        for step in self.steps[-NEWEST:]:
-            for (stage, role, rank), seconds in self._facts_of(step).seconds.items():
-                found.setdefault((stage, role), {}).setdefault(step.step, {})[rank] = seconds
+        for attempt_id, own in groupby(self.steps[-NEWEST:], key=lambda step: step.attempt_id):
+            steps = [step.step for step in own]
+            for each in self._catalogue.stage_seconds(attempt_id, steps):
+                of_step = found.setdefault((each.stage, each.role), {}).setdefault(each.step, {})
+                of_step[each.rank] = of_step.get(each.rank, 0.0) + max(each.seconds, 0.0)
         return found

@@ -11,20 +11,23 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from stagescope_service.rules.facts import StepStatistics
 from stagescope_service.rules.missing import StepKey
-from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey, SliceMetrics
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.reader import StepWindow
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, ScalarRow
 from stagescope_wire.nonfinite import number
 
+NEWEST: Final = 10
+"""Newest measured steps that are looked at by rank, by round, and by sample."""
 LATE: Final = 32
 """Newest steps whose scalars and samples may still arrive."""
 MAX_AGE: Final = 600.0
@@ -33,6 +36,8 @@ _RUNS: Final = 4
 """Runs that are remembered, those that were asked for last."""
 _ROWS: Final = 20_000
 """Rows of one kind, or as many as were last asked for, if these are more."""
+_UNREAD: Final = object()
+"""The mark of a row that was never read; it equals no other."""
 
 _OF_ROUNDS: Final = "per_round/"
 
@@ -41,10 +46,16 @@ V = TypeVar("V")
 
 
 class Remembered(Generic[K, V]):
-    """Rows that were read before, each with a mark that changes whenever the row does."""
+    """Rows that were read before, each with a mark that changes whenever the row does.
 
-    def __init__(self) -> None:
-        self._known: dict[K, tuple[Hashable, V | None]] = {}
+    Args:
+        size: rows that are kept, or as many as were last asked for, if these are more.
+    """
+
+    def __init__(self, size: int = _ROWS) -> None:
+        self._size = size
+        self._marks: dict[K, Hashable] = {}
+        self._known: dict[K, V] = {}
         self._lock = threading.Lock()
 
     def of(
@@ -57,22 +68,29 @@ class Remembered(Generic[K, V]):
             read: reads the rows of some of the keys; it may return further ones.
         """
         with self._lock:
-            known = self._known
-            wanted = [*self._wanted(marks)]
+            wanted = self._wanted(marks)
             if wanted:
-                found = read(wanted)
-                known.update((key, (marks[key], found.get(key))) for key in wanted)
-            if len(known) > max(_ROWS, len(marks)):
-                self._known = known = {key: known[key] for key in marks}
-            rows = ((key, known[key][1]) for key in marks)
-            return {key: row for key, row in rows if row is not None}
+                self._take(wanted, marks, read(wanted))
+            known = self._known
+            if len(self._marks) > max(self._size, len(marks)):
+                self._marks = dict(marks)
+                self._known = known = {key: known[key] for key in marks if key in known}
+            return {key: known[key] for key in marks if key in known}
 
-    def _wanted(self, marks: Mapping[K, Hashable]) -> Iterator[K]:
-        """Yield the keys that must be read."""
-        known = self._known
-        for key, mark in marks.items():
-            if key not in known or known[key][0] != mark:
-                yield key
+    def _wanted(self, marks: Mapping[K, Hashable]) -> list[K]:
+        """Return the keys that must be read."""
+        mark_of = self._marks.get
+        return [key for key, mark in marks.items() if mark_of(key, _UNREAD) != mark]
+
+    def _take(
+        self, wanted: Sequence[K], marks: Mapping[K, Hashable], found: Mapping[K, V]
+    ) -> None:
+        for key in wanted:
+            self._marks[key] = marks[key]
+            if key in found:
+                self._known[key] = found[key]
+            else:
+                self._known.pop(key, None)
 
 
 class LateRows(Remembered[StepKey, V]):
@@ -82,12 +100,12 @@ class LateRows(Remembered[StepKey, V]):
         super().__init__()
         self._since = time.monotonic()
 
-    def _wanted(self, marks: Mapping[StepKey, Hashable]) -> Iterator[StepKey]:
+    def _wanted(self, marks: Mapping[StepKey, Hashable]) -> list[StepKey]:
         now = time.monotonic()
         if now - self._since > MAX_AGE:
-            self._known.clear()
+            self._marks.clear()
             self._since = now
-        yield from {*super()._wanted(marks), *[*marks][-LATE:]}
+        return [*{*super()._wanted(marks), *[*marks][-LATE:]}]
 
 
 def window_of(keys: Sequence[StepKey]) -> StepWindow:
@@ -97,19 +115,31 @@ def window_of(keys: Sequence[StepKey]) -> StepWindow:
 
 
 class Numbers:
-    """The published numbers of a step, except those of its rounds, whose names differ by step."""
+    """The published numbers of a step, except those of its rounds, whose names differ by step.
 
-    __slots__ = ("_places", "_values")
+    Attributes:
+        verdict: the comparability of its streams.
+        suspects: the checks of its streams that failed.
+        places: name -> index of the number in `values`. Most steps share one.
+        values: the numbers; some are not finite.
+    """
 
-    def __init__(self, metrics: Mapping[str, object]) -> None:
+    __slots__ = ("places", "suspects", "values", "verdict")
+
+    def __init__(
+        self, metrics: Mapping[str, object], verdict: str, suspects: Sequence[str] = ()
+    ) -> None:
         known = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROUNDS)}
-        self._places = _places(tuple(known))
-        self._values = np.array([*map(number, known.values())], np.float64)
+        self.verdict = verdict
+        self.suspects = _one_of(tuple(suspects))
+        self.places = _places(tuple(known))
+        self.values = np.array([*map(number, known.values())], np.float64)
 
-    def get(self, name: str) -> float | None:
-        """Return a number, also one that is not finite; None: the step has none of this name."""
-        at = self._places.get(name)
-        return None if at is None else float(self._values[at])
+
+@lru_cache(maxsize=64)
+def _one_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the same names. Most steps have the same, so that they share one tuple."""
+    return names
 
 
 @lru_cache(maxsize=64)
@@ -139,6 +169,9 @@ class RunMemory:
             defaultdict(Remembered)
         )
         """(dimension, name) -> a published number of each slice."""
+        self.newest_slices: Remembered[StepKey, SliceMetrics] = Remembered(NEWEST)
+        self.statistics: Remembered[StepKey, StepStatistics] = Remembered(NEWEST)
+        """Of the newest measured steps."""
         self._scalars: dict[str, LateRows[list[StageMean]]] = defaultdict(LateRows)
 
     def scalar(

@@ -72,10 +72,6 @@ class OtherRanks(RunHistory):
         rows = () if newest is None else newest.summary.ranks
         return frozenset((row.role, row.rank) for row in rows)
 
-    @property
-    def _measured(self) -> list[CurrentStep]:
-        return [step for step in self.steps if step.verdict is not None]
-
     def metric(self, name: str) -> Series:
         """Return the mean |d| over the tokens of the other ranks; of other numbers nothing."""
         steps = self._measured[-_STEPS:] if name == ABS_DIFF else []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -16,7 +18,7 @@ from stagescope_service.rules.missing import StepKey
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.measurements import StepNumbers
+from stagescope_service.store.queries.measurements import StepMark
 from stagescope_service.store.queries.overview import ListedAttempt
 
 STEPS: Final = 2000
@@ -55,22 +57,26 @@ class StepRows:
         """All of them, if these are those up to an earlier step."""
         self._column = lru_cache(maxsize=None)(self._read_column)
 
-    def _read(self, last: int | None) -> list[StepNumbers]:
-        found: list[StepNumbers] = []
+    def _read(self, last: int | None) -> list[StepMark]:
+        found: list[StepMark] = []
         seen: set[int] = set()
-        for row in self._catalogue.step_metrics(self.ids, version=VERSION, last=last, numbers=None):
-            step, number = row["step"], self.number[row["attempt_id"]]
-            if row["closed_wall"] is None or step in seen or self.is_discarded(number, step):
-                continue
-            seen.add(step)
-            found.append(row)
-            if len(found) >= STEPS:
-                break
+        with closing(self._catalogue.step_marks(self.ids, last=last)) as marks:
+            for row in marks:
+                step, number = row.step, self.number[row.attempt_id]
+                if row.closed_wall is None or step in seen or self.is_discarded(number, step):
+                    continue
+                seen.add(step)
+                found.append(row)
+                if len(found) >= STEPS:
+                    break
         return found[::-1]
 
     def is_discarded(self, number: int, step: int) -> bool:
         """Return whether an attempt later than `number` resumed before a step."""
-        return any(later > number and resumed < step for later, resumed in self._resumed)
+        resumed_from = self._resumed
+        return bool(resumed_from) and any(
+            later > number and resumed < step for later, resumed in resumed_from
+        )
 
     def until(self, last: int) -> Self:
         """Return those up to a step."""
@@ -78,7 +84,7 @@ class StepRows:
         vars(found).update(
             (name, value) for name, value in vars(self).items() if name not in _OF_THE_ROWS
         )
-        found.rows = self.rows[: bisect_right(self.rows, last, key=lambda row: row["step"])]
+        found.rows = self.rows[: bisect_right(self.rows, last, key=lambda row: row.step)]
         return found
 
     def __len__(self) -> int:
@@ -87,13 +93,12 @@ class StepRows:
     @cached_property
     def keys(self) -> list[StepKey]:
         """(attempt_id, step) of each."""
-        return [(row["attempt_id"], row["step"]) for row in self.rows]
+        return [(row.attempt_id, row.step) for row in self.rows]
 
     @cached_property
     def closed(self) -> Mapping[StepKey, float | None]:
         """When each closed, in Unix seconds."""
-        walls = (row["closed_wall"] for row in self.rows)
-        return dict(zip(self.keys, walls, strict=True))
+        return {(row.attempt_id, row.step): row.closed_wall for row in self.rows}
 
     # --- numbers --------------------------------------------------------------------------------
     def series(self, name: str, values: Mapping[StepKey, float]) -> Series:
@@ -108,9 +113,10 @@ class StepRows:
         count = int(np.searchsorted(places, len(self.rows)))
         return self._series(name, places[:count], values[:count])
 
-    def is_measured(self, key: StepKey) -> bool:
-        """Return whether a step has numbers."""
-        return key in self._every.numbers
+    def numbers_of_rows(self) -> Iterator[tuple[StepKey, Numbers | None]]:
+        """Yield the key of each step, and its published numbers; None: it has none."""
+        known = self._every.numbers
+        return ((key, known.get(key)) for key in self.keys)
 
     def _series(self, name: str, places: Int64, values: Float64) -> Series:
         steps, attempts = self._every._axes
@@ -123,28 +129,55 @@ class StepRows:
 
     def _read_column(self, name: str) -> tuple[Int64, Float64]:
         """Return the places of the steps with a number in `rows`, and the number of each."""
-        found = (numbers.get(name) for numbers in self._of_rows())
-        known = [(at, value) for at, value in enumerate(found) if value is not None]
-        places, values = zip(*known, strict=True) if known else ((), ())
-        return np.array(places, np.int64), np.array(values, np.float64)
+        parts = [
+            (places, values[:, names[name]])
+            for names, places, values in self._tables
+            if name in names
+        ]
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0, np.float64)
+        places = np.concatenate([places for places, _ in parts])
+        order = np.argsort(places)
+        return places[order], np.concatenate([values for _, values in parts])[order]
 
-    def _of_rows(self) -> Iterator[Numbers]:
-        none = Numbers({})
-        return (self.numbers.get(key, none) for key in self.keys)
+    @cached_property
+    def _tables(self) -> list[tuple[Mapping[str, int], Int64, Float64]]:
+        """(name -> column, places in `rows`, numbers `[steps, columns]`) of the steps that publish
+        the same names."""
+        known = self.numbers
+        alike: dict[int, list[tuple[int, Numbers]]] = defaultdict(list)
+        for at, key in enumerate(self.keys):
+            if key in known:
+                numbers = known[key]
+                alike[id(numbers.places)].append((at, numbers))
+        return [
+            (
+                own[0][1].places,
+                np.array([at for at, _ in own], np.int64),
+                np.array([numbers.values for _, numbers in own], np.float64),
+            )
+            for own in alike.values()
+        ]
 
     @cached_property
     def numbers(self) -> Mapping[StepKey, Numbers]:
         """The published numbers of the steps that have some."""
         marks = {
-            key: row["summary_wall"]
-            for key, row in zip(self.keys, self.rows, strict=True)
-            if row["verdict"] is not None
+            (row.attempt_id, row.step): row.summary_wall
+            for row in self.rows
+            if row.summary_wall is not None
         }
-        return self._memory.numbers.of(marks, self._read_numbers)
 
-    def _read_numbers(self, keys: Sequence[StepKey]) -> Mapping[StepKey, Numbers]:
-        found = self._catalogue.every_number(self.ids, version=VERSION, **window_of(keys))
-        return {(attempt_id, step): Numbers(numbers) for attempt_id, step, numbers in found}
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Numbers]:
+            every = self._catalogue.every_number(self.ids, version=VERSION, **window_of(keys))
+            return {
+                key: Numbers(found.metrics, found.verdict, found.suspects or ())
+                for found in every
+                if found.verdict is not None
+                if found.summary_wall == marks.get(key := (found.attempt_id, found.step))
+            }
+
+        return self._memory.numbers.of(marks, read)
 
 
-_OF_THE_ROWS: Final = frozenset({"rows", "keys", "closed", "_axes", "numbers"})
+_OF_THE_ROWS: Final = frozenset({"rows", "keys", "closed", "_axes", "_tables", "numbers"})

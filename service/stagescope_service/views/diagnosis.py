@@ -15,7 +15,8 @@ from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.rules.causes import Diagnosis
 from stagescope_service.rules.doctor import add_earlier, diagnose, unexplained
 from stagescope_service.rules.evidence import Evidence
-from stagescope_service.rules.history import RunHistory
+from stagescope_service.rules.history import NEWEST, RunHistory
+from stagescope_service.rules.missing import StepKey
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_service.rules.steps import CurrentStep, LossOfStep
 from stagescope_service.store.tables import ArtifactRow
@@ -229,40 +230,33 @@ class _KeptStep:
     """What is kept of a step, read on demand.
 
     Attributes:
-        recorded: the names of the tensors that were recorded.
         target: the step.
         size: bytes of its files.
-        tensors: the names of the tensors that were recorded and are in a file.
+        files: the files.
+        tensors: the names of the tensors in them.
     """
 
     def __init__(self, deps: Dependencies, run: str, step: CurrentStep) -> None:
         self._deps, self._run, self._step = deps, run, step
 
     @functools.cached_property
-    def recorded(self) -> set[str]:
-        catalogue, step = self._deps.catalogue, self._step
-        payloads = catalogue.payloads(step.attempt_id, step.step)
-        consumed = catalogue.payloads(step.attempt_id, consumed_step=step.step)
-        return {name for row in (*payloads, *consumed) for name in row["tensors"] or ()}
-
-    @functools.cached_property
     def target(self) -> Target:
         return self._deps.finder.step(self._run, self._step.attempt, self._step.step)
 
     @functools.cached_property
-    def _files(self) -> list[ArtifactRow]:
+    def files(self) -> list[ArtifactRow]:
         return payload_artifacts(self._deps, self.target, self._step.step)
 
     @property
     def size(self) -> int:
-        return sum(row["bytes"] for row in self._files)
+        return sum(row["bytes"] for row in self.files)
 
     @functools.cached_property
     def tensors(self) -> set[str]:
         in_files: set[str] = set()
-        for row in self._files:
+        for row in self.files:
             in_files |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
-        return in_files & self.recorded
+        return in_files
 
 
 class _KeptTensors:
@@ -271,6 +265,8 @@ class _KeptTensors:
     def __init__(self, deps: Dependencies, run: str) -> None:
         self._deps = deps
         self._of = functools.lru_cache(maxsize=_STEPS_READ)(functools.partial(_KeptStep, deps, run))
+        self._recorded: dict[StepKey, set[str]] = {}
+        """The names of the tensors that were recorded in a step."""
 
     def loss(self, step: CurrentStep) -> LossOfStep:
         kept = self._of(step)
@@ -280,7 +276,7 @@ class _KeptTensors:
                 "diagnosis",
                 advice=f"stagescope gradient {step.step}",
             )
-        found = loss_of(self._deps, kept.target)
+        found = loss_of(self._deps, kept.target, kept.files)
         unrecorded = found.fields["unrecorded"]
         return LossOfStep(
             tokens=found.fields["tokens"],
@@ -290,16 +286,30 @@ class _KeptTensors:
 
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         kept = self._of(step)
-        wanted = {*names}
-        # Most steps do not have the tensors: their files need not be looked up.
-        if not (wanted <= kept.recorded and wanted <= kept.tensors) or kept.size > _MAX_BYTES:
+        if not self._has(step, {*names}) or kept.size > _MAX_BYTES:
             return None
-        return batch_of(self._deps, kept.target, Selection(names, None))
+        return batch_of(self._deps, kept.target, Selection(names, None), artifacts=kept.files)
 
     def can_score(self, step: CurrentStep) -> bool:
         """Return whether the token ids of a step are kept, so that they can be scored again."""
-        kept, wanted = self._of(step), {"prompts", "responses"}
-        return wanted <= kept.recorded and wanted <= kept.tensors
+        return self._has(step, {"prompts", "responses"})
+
+    def _has(self, step: CurrentStep, names: set[str]) -> bool:
+        """Return whether tensors of a step were recorded, and are kept."""
+        # Most steps do not have the tensors: their files need not be looked up.
+        return names <= self._recorded_in(step) and names <= self._of(step).tensors
+
+    def _recorded_in(self, step: CurrentStep) -> set[str]:
+        key = (step.attempt_id, step.step)
+        if key not in self._recorded:
+            # The steps before it are looked at next.
+            first = step.step - NEWEST + 1
+            found = self._deps.catalogue.recorded_tensors(
+                step.attempt_id, first=first, last=step.step
+            )
+            for each in range(first, step.step + 1):
+                self._recorded[step.attempt_id, each] = found.get(each, set())
+        return self._recorded[key]
 
 
 def _row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -114,11 +115,12 @@ def local_file(deps: Dependencies, row: ArtifactRow, copies: Path) -> Path:
         if path.stat().st_size == row["bytes"]:
             return path
     copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
+    read = functools.partial(deps.commands.read_artifact, node_id=row["node_id"], path=row["path"])
+    piece = read(offset=0, size=_PIECE)  # a file that is gone leaves no empty copy
     with disk_errors(copy), copy.open("wb") as file:
-        while piece := deps.commands.read_artifact(
-            node_id=row["node_id"], path=row["path"], offset=file.tell(), size=_PIECE
-        ):
+        while piece:
             file.write(piece)
+            piece = read(offset=file.tell(), size=_PIECE)
     return copy
 
 

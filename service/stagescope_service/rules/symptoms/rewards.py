@@ -88,13 +88,14 @@ def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share:
     logged = history.logged.series(names)
     if logged:
         return beyond(logged[0], bound, NEWEST, _HALF)
-    lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
-    if len(lengths) < _SAMPLES:
+    counts = history.token_counts
+    samples = counts.total()
+    if samples < _SAMPLES:
         return not_measured(f"neither such a scalar nor {_SAMPLES} samples with their token counts")
-    longest = max(lengths)
-    cut = sum(length == longest for length in lengths) / len(lengths)
-    text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"
+    longest = max(counts)
+    cut = counts[longest] / samples
+    text = f"{cut:.0%} of {samples} samples have exactly {longest} tokens, the most"
     if cut < share:
         return not_found(text)
-    count = Count(sum(length == longest for length in lengths), len(lengths), "sample")
+    count = Count(counts[longest], samples, "sample")
     return Evidence("found", cut, None, "", (text,), count=count)

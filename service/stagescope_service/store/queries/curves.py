@@ -43,6 +43,18 @@ class StoredNumbers(NamedTuple):
     is not published."""
 
 
+class PublishedNumbers(NamedTuple):
+    """All published numbers of a step, and the checks of its streams."""
+
+    attempt_id: int
+    step: int
+    summary_wall: float | None
+    """As that of the step, unless the step was aggregated again."""
+    verdict: str | None
+    suspects: list[str] | None
+    metrics: dict[str, Any]
+
+
 class MarkedStep(NamedTuple):
     """Findings or dumps of one kind in a step."""
 
@@ -112,21 +124,22 @@ class CurveQueries(Reader):
 
     def every_number(
         self, attempts: Sequence[int], *, version: int, **window: Unpack[StepWindow]
-    ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield (attempt_id, step, all published numbers) of the steps that have numbers.
+    ) -> Iterator[PublishedNumbers]:
+        """Yield the published numbers of the steps that have numbers.
 
-        The numbers of a step that is being aggregated may be the previous ones.
+        Those of a step that is being aggregated may be the previous ones: see `summary_wall`.
         """
         table = TABLES["step_metrics"].c
         query = sa.select(
-            table.attempt_id, table.step, sa.type_coerce(table.metrics, sa.Text)
+            table.attempt_id, table.step, table.summary_wall, table.verdict, table.suspects,
+            sa.type_coerce(table.metrics, sa.Text),
         ).where(
             *in_window("step_metrics", attempts, **window),
             table.version == version,
             table.metrics.is_not(None),
-        )
-        for attempt_id, step, text in self._tuples(query):
-            yield attempt_id, step, orjson.loads(text)
+        )  # fmt: skip
+        for *state, text in self._tuples(query):
+            yield PublishedNumbers(*state, orjson.loads(text))
 
     def newest_numbers(self, attempts: Sequence[int], *, version: int) -> dict[str, Any]:
         """Return all published numbers of the newest step of attempts that has some, else {}."""

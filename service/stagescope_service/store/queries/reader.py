@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
@@ -121,15 +121,21 @@ class Reader:
 
     def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
+        names: list[str] | None = None
+        with contextlib.closing(self._stream(query)) as found:
+            for values in found:  # a mapping of SQLAlchemy costs several times this dict
+                names = names or [*values._fields]
+                yield cast("R", dict(zip(names, values, strict=True)))
+
+    def _stream(self, query: Query) -> Generator[sa.Row[Any], None, None]:
+        """Yield the rows of a query as they are read, see `_tuples`."""
         with self._reading() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
             # Close the cursor before returning the connection, even if not all rows are read: when
             # Python 3.10 frees an unclosed cursor later, it resets the cached statement that
             # another cursor runs, and that one reads its first rows again.
             with streaming.execute(query) as found:
-                names = [*found.keys()]
-                for values in found:  # a mapping of SQLAlchemy costs several times this dict
-                    yield cast("R", dict(zip(names, values, strict=True)))
+                yield from found
 
     def _once(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return what a method finds in the catalogue; a snapshot looks for it once.

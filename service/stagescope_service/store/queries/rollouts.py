@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final, TypedDict
 
@@ -73,6 +74,21 @@ class RolloutQueries(Reader):
         """Return samples by step and sample_uid."""
         where = conditions("samples", attempt_id=attempt_id, step=step)
         return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
+
+    def token_counts(self, attempt_id: int, steps: Sequence[int], *, limit: int) -> Counter[int]:
+        """Return number of tokens -> the samples of steps that have so many, more than none.
+
+        At most `limit` samples are counted, those of the last steps first.
+        """
+        newest = (
+            sa.select(samples.c.tokens)
+            .where(samples.c.attempt_id == attempt_id, samples.c.step.in_(list(steps)))
+            .order_by(samples.c.step.desc(), samples.c.sample_uid, samples.c.clock)
+            .limit(limit)
+            .subquery()
+        ).c
+        query = sa.select(newest.tokens, sa.func.count()).group_by(newest.tokens)
+        return Counter({tokens: count for tokens, count in self._tuples(query) if tokens})
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 import sqlalchemy as sa
 from typing_extensions import Unpack
@@ -63,6 +63,16 @@ class PartTiming(PartColumns):
     last: float | None
     longest: float | None
     """Monotonic seconds."""
+
+
+class StageSeconds(NamedTuple):
+    """The seconds that a part of a stage took, by the clock of its process."""
+
+    step: int
+    stage: str
+    role: str
+    rank: int
+    seconds: float
 
 
 class DiedAttempt(TypedDict):
@@ -291,6 +301,19 @@ class RunQueries(Reader):
             where.append(_not_superseded())
         order = "begin_wall rank work_key"
         return self._page(StageRow, "stages", where, order, limit)
+
+    def stage_seconds(self, attempt_id: int, steps: Sequence[int]) -> list[StageSeconds]:
+        """Return the seconds of each part of each stage of steps that ended, by step and begin."""
+        table = TABLES["stages"].c
+        place = (table.step, table.stage, table.role, table.rank)
+        query = (
+            sa.select(*place, (table.end_mono - table.begin_mono).label("seconds"))
+            .where(table.attempt_id == attempt_id, table.step.in_(list(steps)), _not_superseded())
+            .where(table.begin_mono.is_not(None), table.end_mono.is_not(None))
+            .order_by(table.step, table.begin_wall, table.rank, table.work_key)
+        )
+        # Rows of SQLAlchemy: an object of our own would take as long as the query.
+        return cast("list[StageSeconds]", self._tuples(query))
 
     def stage_statuses(self, attempt_id: int, step: int, stage: str) -> set[str]:
         """Return the statuses of a stage's parts in a step, of all ranks; `open`: not ended."""

@@ -98,6 +98,7 @@ def batch_of(
     *,
     sample: str | None = None,
     payload: PayloadKey | None = None,
+    artifacts: Sequence[ArtifactRow] | None = None,
 ) -> Batch:
     """Return a step's batch.
 
@@ -107,17 +108,17 @@ def batch_of(
         selection: which tensors and stages.
         sample: read only the files that hold this sample, by its id; None: all.
         payload: read only this payload; None: all.
+        artifacts: the step's payload files; None: they are looked up.
 
     Raises:
         NotFound: none of its tensors are kept, or no such tensor or stage.
     """
     step = target.step_number
+    if artifacts is None:
+        artifacts = payload_artifacts(deps, target, step)
     directory = deps.settings.data_path / "copies"
     with Scratch(directory) as scratch, tempfile.TemporaryDirectory(dir=directory) as copies:
-        artifacts = [
-            row for row in payload_artifacts(deps, target, step)
-            if payload in (None, _payload_key(row))
-        ]  # fmt: skip
+        artifacts = [row for row in artifacts if payload in (None, _payload_key(row))]
         numbers = _scalars(deps, target)
         files, gaps = _payload_files(deps, target, artifacts, numbers, Path(copies))
         if sample is not None:

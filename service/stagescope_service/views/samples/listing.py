@@ -20,6 +20,7 @@ from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossToken
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
 from stagescope_service.views.pages import Page
@@ -116,10 +117,18 @@ _NO_ANSWER: Final = (Fate.UNKNOWN, Fate.NOT_FINITE)
 """Fates of which it is not known whether the tokens have a gradient."""
 
 
-def loss_of(deps: Dependencies, target: Target) -> StepLoss:
-    """Return what the loss did with a step's tokens, as far as they are kept."""
+def loss_of(
+    deps: Dependencies, target: Target, artifacts: Sequence[ArtifactRow] | None = None
+) -> StepLoss:
+    """Return what the loss did with a step's tokens, as far as they are kept.
+
+    Args:
+        deps: find and fetch the files.
+        target: the step.
+        artifacts: its payload files; None: they are looked up.
+    """
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
-    batch = batch_of(deps, target, Selection(None, None))
+    batch = batch_of(deps, target, Selection(None, None), artifacts=artifacts)
     every = np.arange(batch.rows)
     passes = list(clipped_passes(batch, every).values())
     update = update_of(deps.catalogue, target.attempt_id, target.step_number)
