@@ -11,6 +11,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final
 
+import numpy as np
 from typing_extensions import Self
 
 from stagescope_service.rules.evidence import Series
@@ -23,6 +24,7 @@ from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
 from stagescope_service.rules.step_rows import STEPS, StepRows
 from stagescope_service.rules.steps import CurrentStep, CutOffStep, KeptTensors, MissingRank
+from stagescope_service.statistics.cell import Int64
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
@@ -163,6 +165,15 @@ class RunHistory:
     def _measured(self) -> list[CurrentStep]:
         """The same, with numbers of all tokens."""
         return [step for step in self.steps if step.verdict is not None]
+
+    @cached_property
+    def suspects(self) -> Mapping[str, Int64]:
+        """Check of the streams -> the places in `measured` of the steps that fail it."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for at, step in enumerate(self.measured):
+            for check in step.suspects:
+                found[check].append(at)
+        return {check: np.array(places, np.int64) for check, places in found.items()}
 
     def has_no_streams(self, step: CurrentStep) -> bool:
         """Return whether a step was aggregated as far as it can be, and has no numbers."""
@@ -424,7 +435,8 @@ class RunHistory:
     @cached_property
     def findings(self) -> list[FindingRow]:
         """The findings of current steps up to the last one, the most recently seen first."""
-        return [row for row in self.every_finding if self._is_current(row)]
+        every, newest = self.every_finding, self.newest_attempt_id
+        return [row for row in every if row["attempt_id"] == newest or self._is_current(row)]
 
     def findings_of(self, kinds: Iterable[str]) -> list[FindingRow]:
         """Return those of some kinds (patterns with `*`), in the same order."""
@@ -448,6 +460,8 @@ class RunHistory:
     @property
     def every_finding(self) -> list[FindingRow]:
         """The same, with findings of repeated steps and of attempts that are over."""
+        if self._last is None:
+            return self._every_finding
         return [row for row in self._every_finding if self._is_known(row["step"])]
 
     @cached_property
@@ -514,7 +528,8 @@ class RunHistory:
         found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
         for attempt_id, own in groupby(self.steps[-NEWEST:], key=lambda step: step.attempt_id):
             steps = [step.step for step in own]
-            for each in self._catalogue.stage_seconds(attempt_id, steps):
-                of_step = found.setdefault((each.stage, each.role), {}).setdefault(each.step, {})
-                of_step[each.rank] = of_step.get(each.rank, 0.0) + max(each.seconds, 0.0)
+            rows = self._catalogue.stage_seconds(attempt_id, steps)
+            for step, stage, role, rank, seconds in rows:
+                of_step = found.setdefault((stage, role), {}).setdefault(step, {})
+                of_step[rank] = of_step.get(rank, 0.0) + max(seconds, 0.0)
         return found

@@ -83,16 +83,16 @@ class LoggedScalars:
         return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
-        by_role: dict[str, dict[str | None, dict[StepKey, float]]] = defaultdict(dict)
+        by_role: dict[str, dict[str | None, dict[int, float]]] = defaultdict(dict)
         means = self._memory.scalar(self._catalogue, self._ids, name, self._rows.closed)
-        for key, found in means.items():
-            for each in found:
-                value = each.mean if math.isfinite(each.mean) else math.nan
-                by_role[each.role].setdefault(each.stage, {})[key] = value
+        for at, key in enumerate(self._rows.keys):
+            for stage, role, mean in means.get(key, ()):
+                value = mean if math.isfinite(mean) else math.nan
+                by_role[role].setdefault(stage, {})[at] = value
         series = []
         for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
             own = [
-                self._rows.series(_label(name, role, stage, by_role), values)
+                self._rows.series_at(_label(name, role, stage, by_role), values)
                 for stage, values in by_role[role].items()
             ]
             own.sort(key=lambda each: (-int(each.attempts[-1]), -len(each), each.name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Final
@@ -137,7 +138,11 @@ def _is_alike(one: Summary, other: Summary) -> bool:
 
 
 def _least_tokens(taken: Sequence[tuple[int, StepSummary]]) -> int:
-    return min((row.cell.tokens for row in _added([found for _, found in taken])), default=0)
+    tokens: Counter[RankKey] = Counter()
+    for _, found in taken:
+        for row in found.ranks:
+            tokens[row.role, row.rank] += row.cell.tokens
+    return min(tokens.values(), default=0)
 
 
 def _added(found: Sequence[StepSummary]) -> tuple[RankRow, ...]:
@@ -151,7 +156,9 @@ def _added(found: Sequence[StepSummary]) -> tuple[RankRow, ...]:
             by_rank.setdefault((row.role, row.rank), []).append(own)
         begin += len(step.summary.sources)
     return tuple(
-        dataclasses.replace(
+        rows[0]
+        if len(rows) == 1
+        else dataclasses.replace(
             rows[0],
             cell=Cell(cells.merge(np.stack([row.cell.vector for row in rows]))),
             parts=sum(row.parts for row in rows),

@@ -103,9 +103,13 @@ class StepRows:
     # --- numbers --------------------------------------------------------------------------------
     def series(self, name: str, values: Mapping[StepKey, float]) -> Series:
         """Return a number of the steps that have it."""
-        places = np.array([at for at, key in enumerate(self.keys) if key in values], np.int64)
-        numbers = [values[self.keys[at]] for at in places.tolist()]
-        return self._series(name, places, np.array(numbers, np.float64))
+        found = {at: values[key] for at, key in enumerate(self.keys) if key in values}
+        return self.series_at(name, found)
+
+    def series_at(self, name: str, values: Mapping[int, float]) -> Series:
+        """Return a number of the steps that have it, by their places in `rows`, ascending."""
+        places = np.fromiter(values, np.int64, len(values))
+        return self._series(name, places, np.fromiter(values.values(), np.float64, len(values)))
 
     def metric(self, name: str) -> Series:
         """Return a published number of the steps that have it."""

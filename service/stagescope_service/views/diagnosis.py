@@ -19,6 +19,7 @@ from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.rules.missing import StepKey
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_service.rules.steps import CurrentStep, LossOfStep
+from stagescope_service.statistics.loss_fate import NAMES
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
@@ -27,7 +28,7 @@ from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.samples.batches import batch_of
-from stagescope_service.views.samples.listing import loss_of
+from stagescope_service.views.samples.listing import kept_loss
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
@@ -276,12 +277,11 @@ class _KeptTensors:
                 "diagnosis",
                 advice=f"stagescope gradient {step.step}",
             )
-        found = loss_of(self._deps, kept.target, kept.files)
-        unrecorded = found.fields["unrecorded"]
+        found = kept_loss(self._deps, kept.target, kept.files)
         return LossOfStep(
-            tokens=found.fields["tokens"],
-            shares={str(row["fate"]): row["share_of_mismatch"] for row in found.rows},
-            unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
+            tokens=found.count,
+            shares={NAMES[fate]: share for fate, share in found.shares.items()},
+            unrecorded={str(each["name"]): str(each["record"]) for each in found.unrecorded},
         )
 
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:

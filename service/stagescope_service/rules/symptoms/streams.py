@@ -72,7 +72,9 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
     at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
     if at_edges and set(checks) <= _OF_THE_MEAN:
         return not_found(f"step {history.newest.step}: {at_edges[0]}")
-    marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
+    marks = np.zeros(len(measured), bool)
+    for check in {*checks} & history.suspects.keys():
+        marks[history.suspects[check]] = True
     period = event_period(marks, _LASTING)
     if period is not None and period.last is not None:
         is_short = marks[period.first :].sum() < _LASTING

@@ -207,7 +207,7 @@ class FindingQueries(Reader):
             .order_by(*order_of(table, _ORDER["findings"]))
             .limit(limit)
         )
-        return {finding_id: tuple(mark) for finding_id, *mark in self._tuples(query)}
+        return {row[0]: row[1:] for row in self._tuples(query)}
 
     def places_of_finding(
         self,

@@ -80,14 +80,13 @@ class RolloutQueries(Reader):
 
         At most `limit` samples are counted, those of the last steps first.
         """
-        newest = (
-            sa.select(samples.c.tokens)
-            .where(samples.c.attempt_id == attempt_id, samples.c.step.in_(list(steps)))
-            .order_by(samples.c.step.desc(), samples.c.sample_uid, samples.c.clock)
-            .limit(limit)
-            .subquery()
-        ).c
-        query = sa.select(newest.tokens, sa.func.count()).group_by(newest.tokens)
+        own = (samples.c.attempt_id == attempt_id) & samples.c.step.in_(list(steps))
+        rows: sa.FromClause = sa.select(samples.c.tokens).where(own).subquery()
+        if (self._values(sa.select(sa.func.count()).where(own))[0]) > limit:
+            newest = (samples.c.step.desc(), samples.c.sample_uid, samples.c.clock)
+            chosen = sa.select(samples.c.tokens).where(own).order_by(*newest)
+            rows = chosen.limit(limit).subquery()
+        query = sa.select(rows.c.tokens, sa.func.count()).group_by(rows.c.tokens)
         return Counter({tokens: count for tokens, count in self._tuples(query) if tokens})
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:

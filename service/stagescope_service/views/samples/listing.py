@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool
-from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
+from stagescope_service.statistics.loss_fate import NAMES, Fate, FateSum, Int8, LossTokens
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of
@@ -117,24 +117,65 @@ _NO_ANSWER: Final = (Fate.UNKNOWN, Fate.NOT_FINITE)
 """Fates of which it is not known whether the tokens have a gradient."""
 
 
-def loss_of(
+class KeptLoss(NamedTuple):
+    """What is kept of a step for the loss.
+
+    Attributes:
+        tokens: as the loss sees them.
+        fates: the sums of each fate, those that no gradient hides first.
+        passes: `clipped` of each pass of the update.
+        update: of the step.
+    """
+
+    tokens: StepTokens
+    fates: Sequence[FateSum]
+    passes: Sequence[Int8]
+    update: Update
+
+    @property
+    def count(self) -> int:
+        """Number of the model tokens."""
+        return sum(each.tokens for each in self.fates)
+
+    @property
+    def shares(self) -> dict[Fate, float]:
+        """The share of each fate in the sum of |d|, 0 to 1; NaN if that is 0."""
+        sizes = {each.fate: each.abs_diff_sum for each in self.fates}
+        total = sum(each.abs_diff_sum for each in sorted(self.fates, key=lambda each: each.fate))
+        return {fate: size / total if total else math.nan for fate, size in sizes.items()}
+
+    @property
+    def unrecorded(self) -> list[JsonObject]:
+        """The fields of the loss that are not recorded, and how to record each."""
+        return unrecorded_fields(self.tokens.loss, self.update)
+
+
+def kept_loss(
     deps: Dependencies, target: Target, artifacts: Sequence[ArtifactRow] | None = None
-) -> StepLoss:
-    """Return what the loss did with a step's tokens, as far as they are kept.
+) -> KeptLoss:
+    """Return the kept tokens of a step as the loss sees them.
 
     Args:
         deps: find and fetch the files.
         target: the step.
         artifacts: its payload files; None: they are looked up.
     """
-    measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     batch = batch_of(deps, target, Selection(None, None), artifacts=artifacts)
     every = np.arange(batch.rows)
     passes = list(clipped_passes(batch, every).values())
     update = update_of(deps.catalogue, target.attempt_id, target.step_number)
     step = StepTokens.from_batch(batch, loss_masks(batch, every), passes, update)
     found = loss_fate.sums(step.loss.fates(), step.d)
-    tokens, mismatch = sum(each.tokens for each in found), sum(each.abs_diff_sum for each in found)
+    return KeptLoss(step, sorted(found, key=lambda each: -each.fate), passes, update)
+
+
+def loss_of(deps: Dependencies, target: Target) -> StepLoss:
+    """Return what the loss did with a step's tokens, as far as they are kept."""
+    measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
+    kept = kept_loss(deps, target)
+    step, found, passes, update = kept
+    shares = kept.shares
+    tokens = kept.count
     by_passes = _by_passes(passes, step.loss.mask) if passes else None
     rows: list[JsonObject] = [
         {
@@ -144,19 +185,19 @@ def loss_of(
             "share_of_tokens": each.tokens / tokens,
             "sum_abs": each.abs_diff_sum,
             "mean_abs": each.abs_diff_sum / each.finite if each.finite else math.nan,
-            "share_of_mismatch": each.abs_diff_sum / mismatch if mismatch else math.nan,
+            "share_of_mismatch": shares[each.fate],
         }
-        for each in sorted(found, key=lambda each: -each.fate)
+        for each in found
     ]
     fields: JsonObject = {
         **comparability_fields(measured.comparability),
         "tokens": tokens,
         "tokens_counted": measured.summary.total.masked,
         "clipped_in": by_passes,
-        "unrecorded": unrecorded_fields(step.loss, update),
+        "unrecorded": kept.unrecorded,
         "note": _loss_note(rows, step.loss.unrecorded(), by_passes, update.reason(step.loss)),
     }
-    return StepLoss(fields, rows, step.notes, gap_texts(batch))
+    return StepLoss(fields, rows, step.notes, gap_texts(step.batch))
 
 
 def _by_passes(passes: Sequence[Int8], mask: Bool) -> list[int]:
