@@ -23,13 +23,13 @@ from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
 from stagescope_service.rules.step_rows import STEPS, StepRows
+from stagescope_service.rules.step_slices import StepSlices
 from stagescope_service.rules.steps import CurrentStep, CutOffStep, KeptTensors, MissingRank
 from stagescope_service.statistics.cell import Int64
-from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.canary import CanaryAgreement
-from stagescope_service.store.queries.measurements import StepMark
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import (
     FindingRow,
@@ -94,8 +94,11 @@ class RunHistory:
         )
         self._rows = StepRows(catalogue, self.attempts, last, self._memory)
         self._ids, self._number = self._rows.ids, self._rows.number
+        self._slices = StepSlices(catalogue, self._memory, self._rows)
         self.has_weights = lru_cache(maxsize=None)(self._has_weights)
         """Return whether weights were recorded in an attempt, by its number."""
+        self.has_syncs = lru_cache(maxsize=None)(self._has_syncs)
+        """Return whether an attempt, by its number, reported a weight sync."""
         self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
         """Return the facts of a step."""
 
@@ -177,13 +180,9 @@ class RunHistory:
 
     def has_no_streams(self, step: CurrentStep) -> bool:
         """Return whether a step was aggregated as far as it can be, and has no numbers."""
-        row = self._row_of[step.step]
+        row = self._rows.of_step[step.step]
         is_due = row.parts_mark is not None and row.parts_mark != row.summary_mark
         return not (row.has_summary or is_due or row.rows_removed)
-
-    @cached_property
-    def _row_of(self) -> Mapping[int, StepMark]:
-        return {row.step: row for row in self._rows.rows}
 
     def processes(self, attempt_id: int) -> list[ProcessColumns]:
         """Return the processes of an attempt."""
@@ -202,11 +201,13 @@ class RunHistory:
         missing = self._missing
         oldest = float(bool(next(iter(missing.values()), ())))
         values = {
-            key: float(bool(missing[key])) if key in missing
-            else oldest * (row.completeness == "partial")
-            for key, row in zip(self._rows.keys, self._rows.rows, strict=True)
-        }  # fmt: skip
-        return self._rows.series("partial steps", values)
+            at: (oldest if row.completeness == "partial" else 0.0)
+            for at, row in enumerate(self._rows.rows)
+        }
+        if missing:
+            lacks = {key: float(bool(ranks)) for key, ranks in missing.items()}
+            values |= {at: lacks[key] for at, key in enumerate(self._rows.keys) if key in lacks}
+        return self._rows.series_at("partial steps", values)
 
     def missing(self) -> dict[tuple[str, int], MissingRank]:
         """Return (role, rank) -> the newest `PARTIAL` partial steps that it is missing in."""
@@ -223,8 +224,8 @@ class RunHistory:
     @cached_property
     def _missing(self) -> dict[StepKey, list[UnfinishedRank]]:
         """The newest `PARTIAL` partial steps, ascending, and the ranks that each lacks."""
-        rows = zip(self._rows.keys, self._rows.rows, strict=True)
-        partial = [key for key, row in rows if row.completeness == "partial"][-PARTIAL:]
+        rows = (row for row in self._rows.rows if row.completeness == "partial")
+        partial = [(row.attempt_id, row.step) for row in rows][-PARTIAL:]
         found = missing_ranks(self._catalogue, self.attempts, partial)
         return {key: found.get(key, []) for key in partial}
 
@@ -268,53 +269,8 @@ class RunHistory:
     ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
-        if steps is None or by == "rank":  # ranks of all steps are too many to be remembered
-            own = self._slices_of(self.measured[-NEWEST:] if steps is None else steps)
-            return [(step, slices.column(by, name)) for step, slices in own]
-        of = {(step.attempt_id, step.step): step for step in steps}
-        marks = {key: self._row_of[key[1]].summary_wall for key in of}
-
-        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Mapping[SliceKey, float]]:
-            found = self._slices_of([of[key] for key in keys])
-            return {(step.attempt_id, step.step): slices.column(by, name) for step, slices in found}
-
-        found = self._memory.slices[by, name].of(marks, read)
-        return [(of[key], column) for key, column in found.items()]
-
-    def _slices_of(self, steps: Sequence[CurrentStep]) -> list[tuple[CurrentStep, SliceMetrics]]:
-        """Return the numbers of the slices of measured steps; the newest ones are remembered."""
-        newest = self._newest_slices
-        if all((step.attempt_id, step.step) in newest for step in steps):
-            found = ((step, newest[step.attempt_id, step.step]) for step in steps)
-            return [(step, slices) for step, slices in found if slices is not None]
-        return self._read_slices(steps)
-
-    @cached_property
-    def _newest_slices(self) -> Mapping[StepKey, SliceMetrics | None]:
-        """Those of the newest measured steps; None: a step has none."""
-        of = {(step.attempt_id, step.step): step for step in self._measured[-NEWEST:]}
-        marks = {key: self._row_of[key[1]].summary_wall for key in of}
-
-        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, SliceMetrics]:
-            found = self._read_slices([of[key] for key in keys])
-            return {(step.attempt_id, step.step): slices for step, slices in found}
-
-        return dict.fromkeys(of) | self._memory.newest_slices.of(marks, read)
-
-    def _read_slices(self, steps: Sequence[CurrentStep]) -> list[tuple[CurrentStep, SliceMetrics]]:
-        if not steps:
-            return []
-        first, last = steps[0].step, steps[-1].step
-        wanted = {(step.attempt_id, step.step): step for step in steps}
-        found: list[tuple[CurrentStep, SliceMetrics]] = []
-        for row in self._catalogue.step_metrics(
-            self._ids, version=VERSION, first=first, last=last, numbers="slices"
-        ):
-            step = wanted.get((row["attempt_id"], row["step"]))
-            blob = row.get("slices")
-            if step is not None and blob is not None:
-                found.append((step, SliceMetrics.from_bytes(blob)))
-        return found[::-1]
+        chosen = self.measured[-NEWEST:] if steps is None else steps
+        return self._slices.column(by, name, chosen)
 
     @cached_property
     def logged(self) -> LoggedScalars:
@@ -361,7 +317,7 @@ class RunHistory:
     @cached_property
     def _statistics(self) -> Mapping[StepKey, StepStatistics]:
         """What earlier histories have computed of the newest measured steps."""
-        newest = (self._row_of[step.step] for step in self._measured[-NEWEST:])
+        newest = (self._rows.of_step[step.step] for step in self._measured[-NEWEST:])
         marks = {
             (row.attempt_id, row.step): (
                 row.summary_wall, row.parts_mark, row.summary_mark, row.rows_removed
@@ -426,8 +382,7 @@ class RunHistory:
         )
         return any(map(self._is_known, steps))
 
-    def has_syncs(self, attempt: int) -> bool:
-        """Return whether an attempt, by its number, reported a weight sync."""
+    def _has_syncs(self, attempt: int) -> bool:
         found = (id for id, number in self._number.items() if number == attempt)
         return any(self._catalogue.stages(each, stage=SYNC, limit=1) for each in found)
 

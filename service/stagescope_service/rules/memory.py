@@ -82,9 +82,7 @@ class Remembered(Generic[K, V]):
         mark_of = self._marks.get
         return [key for key, mark in marks.items() if mark_of(key, _UNREAD) != mark]
 
-    def _take(
-        self, wanted: Sequence[K], marks: Mapping[K, Hashable], found: Mapping[K, V]
-    ) -> None:
+    def _take(self, wanted: Sequence[K], marks: Mapping[K, Hashable], found: Mapping[K, V]) -> None:
         for key in wanted:
             self._marks[key] = marks[key]
             if key in found:
@@ -169,7 +167,8 @@ class RunMemory:
             defaultdict(Remembered)
         )
         """(dimension, name) -> a published number of each slice."""
-        self.newest_slices: Remembered[StepKey, SliceMetrics] = Remembered(NEWEST)
+        self.few_slices: Remembered[StepKey, SliceMetrics] = Remembered(3 * NEWEST)
+        """All numbers of the slices of the first and the newest steps."""
         self.statistics: Remembered[StepKey, StepStatistics] = Remembered(NEWEST)
         """Of the newest measured steps."""
         self._scalars: dict[str, LateRows[list[StageMean]]] = defaultdict(LateRows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, lru_cache
 from typing import Final
@@ -18,7 +18,7 @@ from stagescope_service.rules.missing import StepKey
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.measurements import StepMark
+from stagescope_service.store.queries.curves import StepMark
 from stagescope_service.store.queries.overview import ListedAttempt
 
 STEPS: Final = 2000
@@ -94,6 +94,15 @@ class StepRows:
     def keys(self) -> list[StepKey]:
         """(attempt_id, step) of each."""
         return [(row.attempt_id, row.step) for row in self.rows]
+
+    @cached_property
+    def of_step(self) -> Mapping[int, StepMark]:
+        """Step -> its row."""
+        return {row.step: row for row in self.rows}
+
+    def summary_walls(self, keys: Iterable[StepKey]) -> dict[StepKey, float | None]:
+        """Return when some steps were aggregated last, in Unix seconds."""
+        return {key: self.of_step[key[1]].summary_wall for key in keys}
 
     @cached_property
     def closed(self) -> Mapping[StepKey, float | None]:
@@ -184,4 +193,6 @@ class StepRows:
         return self._memory.numbers.of(marks, read)
 
 
-_OF_THE_ROWS: Final = frozenset({"rows", "keys", "closed", "_axes", "_tables", "numbers"})
+_OF_THE_ROWS: Final = frozenset(
+    {"rows", "keys", "of_step", "closed", "_axes", "_tables", "numbers"}
+)

@@ -95,9 +95,7 @@ def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | 
         return _diagnosis_of(pinned, run, attempt, step)
 
 
-def _diagnosis_of(
-    deps: Dependencies, run: str, attempt: int | None, step: int | None
-) -> Found:
+def _diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Found:
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
     now = deps.clock() if step is None else None

@@ -7,8 +7,8 @@ The columns of these queries lie before the blob.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import orjson
 import sqlalchemy as sa
@@ -29,6 +29,23 @@ class CurveStep(NamedTuple):
     closed_wall: float | None
     completeness: str | None
     superseded_by: int | None
+
+
+class StepMark(NamedTuple):
+    """How far a step and its numbers have come: see `StepState`."""
+
+    attempt_id: int
+    step: int
+    closed_wall: float | None
+    completeness: str | None
+    summary_wall: float | None
+    parts_mark: int | None
+    summary_mark: int | None
+    rows_removed: bool | None
+    has_summary: bool
+
+
+_STEP_MARK: Final = StepMark._fields[:-1]
 
 
 class StoredNumbers(NamedTuple):
@@ -122,6 +139,25 @@ class CurveQueries(Reader):
         several = any('"versions"' in text for text in {*suspected} - {None})
         return StoredNumbers([*zip(attempt_ids, steps, strict=True)], several, values)
 
+    def step_marks(
+        self, attempts: Sequence[int], *, last: int | None = None
+    ) -> Generator[StepMark, None, None]:
+        """Return how far every step of attempts has come, in the order of `step_metrics`.
+
+        Its numbers are not read, which takes less than half the time.
+        """
+        steps = TABLES["steps"]
+        query = (
+            sa.select(
+                *(steps.c[name] for name in _STEP_MARK),
+                is_kept(steps.c.step_summary).label("has_summary"),
+            )
+            .where(*in_window("steps", attempts, last=last))
+            .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
+        )
+        # Rows of SQLAlchemy: an object of our own would take as long as the query.
+        return cast("Generator[StepMark, None, None]", self._stream(query))
+
     def every_number(
         self, attempts: Sequence[int], *, version: int, **window: Unpack[StepWindow]
     ) -> Iterator[PublishedNumbers]:
@@ -138,8 +174,8 @@ class CurveQueries(Reader):
             table.version == version,
             table.metrics.is_not(None),
         )  # fmt: skip
-        for *state, text in self._tuples(query):
-            yield PublishedNumbers(*state, orjson.loads(text))
+        for row in self._tuples(query):
+            yield PublishedNumbers(*row[:-1], metrics=orjson.loads(row[-1]))
 
     def newest_numbers(self, attempts: Sequence[int], *, version: int) -> dict[str, Any]:
         """Return all published numbers of the newest step of attempts that has some, else {}."""

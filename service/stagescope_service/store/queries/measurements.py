@@ -47,23 +47,6 @@ class ScalarFilter(RankFilter, total=False):
     nonfinite: Filter
 
 
-class StepMark(NamedTuple):
-    """How far a step and its numbers have come: see `StepState`."""
-
-    attempt_id: int
-    step: int
-    closed_wall: float | None
-    completeness: str | None
-    summary_wall: float | None
-    parts_mark: int | None
-    summary_mark: int | None
-    rows_removed: bool | None
-    has_summary: bool
-
-
-_STEP_MARK: Final = StepMark._fields[:-1]
-
-
 class StepNumbers(StepOverview):
     """A step with its stored numbers; those are null if it has none of this version."""
 
@@ -237,25 +220,6 @@ class MeasurementQueries(Reader):
         )
         yield from self._each(StepNumbers, query)
 
-    def step_marks(
-        self, attempts: Sequence[int], *, last: int | None = None
-    ) -> Generator[StepMark, None, None]:
-        """Yield how far every step of attempts has come, as `step_metrics` does.
-
-        Its numbers are not read, which takes less than half the time.
-        """
-        steps = TABLES["steps"]
-        query = (
-            sa.select(
-                *(steps.c[name] for name in _STEP_MARK),
-                is_kept(steps.c.step_summary).label("has_summary"),
-            )
-            .where(*in_window("steps", attempts, last=last))
-            .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
-        )
-        # Rows of SQLAlchemy: an object of our own would take as long as the query.
-        yield from cast("Iterator[StepMark]", self._stream(query))
-
     def scalar_values(
         self,
         attempts: Sequence[int],
@@ -384,9 +348,7 @@ class MeasurementQueries(Reader):
         )
         return self._page(PayloadRow, "payloads", where, "announced_wall incarnation seq", limit)
 
-    def recorded_tensors(
-        self, attempt_id: int, *, first: int, last: int
-    ) -> dict[int, set[str]]:
+    def recorded_tensors(self, attempt_id: int, *, first: int, last: int) -> dict[int, set[str]]:
         """Return step -> the tensors of its payloads, and of those that it consumed.
 
         Args:

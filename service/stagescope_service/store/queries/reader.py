@@ -135,7 +135,8 @@ class Reader:
             # Python 3.10 frees an unclosed cursor later, it resets the cached statement that
             # another cursor runs, and that one reads its first rows again.
             with streaming.execute(query) as found:
-                yield from found
+                for part in found.partitions():
+                    yield from part
 
     def _once(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return what a method finds in the catalogue; a snapshot looks for it once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 
@@ -117,7 +117,8 @@ _NO_ANSWER: Final = (Fate.UNKNOWN, Fate.NOT_FINITE)
 """Fates of which it is not known whether the tokens have a gradient."""
 
 
-class KeptLoss(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class KeptLoss:
     """What is kept of a step for the loss.
 
     Attributes:
@@ -173,8 +174,9 @@ def loss_of(deps: Dependencies, target: Target) -> StepLoss:
     """Return what the loss did with a step's tokens, as far as they are kept."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     kept = kept_loss(deps, target)
-    step, found, passes, update = kept
-    shares = kept.shares
+    step, found, passes, update, shares = (
+        kept.tokens, kept.fates, kept.passes, kept.update, kept.shares
+    )  # fmt: skip
     tokens = kept.count
     by_passes = _by_passes(passes, step.loss.mask) if passes else None
     rows: list[JsonObject] = [
