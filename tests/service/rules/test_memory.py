@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import pytest
-from tests.service.rules.planted import STAGE, healthy_scalars, make_batch, report, wire
+from tests.service.rules.planted import (
+    STAGE,
+    healthy_scalars,
+    make_batch,
+    report,
+    since,
+    train,
+    wire,
+)
 from tests.support.api import Rank, Service
 
 from stagescope_service.rules import memory
+from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.memory import LATE, LateRows, Remembered, RunMemories
 from stagescope_service.rules.missing import StepKey
 from stagescope_service.views.diagnosis import diagnosis_of
@@ -90,3 +100,49 @@ def test_it_says_what_a_doctor_says_that_reads_everything(live: Service) -> None
     go_on(range(0))
     rows = {row["rule"]: row for row in diagnosis_of(deps, run, None, None)[1]}
     assert rows["non_finite_scalars"]["verdict"] == "found"
+
+
+def test_what_was_computed_of_a_step_is_dropped_when_its_data_change(live: Service) -> None:
+    deps: Dependencies = live.app.state.deps
+    run = "changed"
+
+    def ask() -> tuple[object, object]:
+        """Return the diagnosis; one that remembers nothing must be the same."""
+        known = diagnosis_of(deps, run, None, None)
+        forgetful = dataclasses.replace(deps, memories=RunMemories())
+        assert known == diagnosis_of(forgetful, run, None, None)
+        return known
+
+    def computed() -> object:
+        """Return what is remembered of the newest measured step."""
+        history = RunHistory(deps.catalogue, run, memory=deps.memories.of(run))
+        return None if history.newest is None else history.newest.published
+
+    train(live, run, steps=range(1, 13), ranks=3)
+    answers, known = [ask()], [computed()]
+    assert computed() is known[0]
+    # Rank 2 repeats the newest closed step: its other numbers count now.
+    newer = Rank(live, run=run, rank=2, world_size=3, start=3_000.0, incarnation="newer")
+    batch = make_batch(12, 2, 0)
+    batch.add(0.4)
+    newer.stage(STAGE, 12, wire(batch, run))
+    answers.append(ask())
+    known.append(computed())
+    # A restart trains the last steps again.
+    worse = since(10, lambda batch: batch.add(0.2))
+    train(live, run, worse, steps=range(9, 13), key="a2", start=9_000.0, ranks=3)
+    answers.append(ask())
+    known.append(computed())
+    # Another run has the name of a deleted one.
+    newer.say("finish")
+    for key, rank in itertools.product(("a1", "a2"), range(3)):
+        process = Rank(live, run=run, rank=rank, key=key, start=20_000.0, greets=False)
+        process.seq = 1_000
+        process.say("finish")
+    response = live.operate.delete(f"/runs/{run}", params={"wait": 30})
+    assert response.json().get("deleted"), response.text
+    train(live, run, steps=range(1, 13), key="a3", start=30_000.0, ranks=3, seed=1)
+    answers.append(ask())
+    known.append(computed())
+    assert all(one != other for one, other in itertools.combinations(answers, 2))
+    assert all(one != other for one, other in itertools.combinations(known, 2))
