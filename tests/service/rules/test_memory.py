@@ -118,14 +118,22 @@ def test_what_was_computed_of_a_step_is_dropped_when_its_data_change(live: Servi
         history = RunHistory(deps.catalogue, run, memory=deps.memories.of(run))
         return None if history.newest is None else history.newest.published
 
+    seqs = itertools.count(1_000, 100)
+
+    def going_on(key: str, rank: int) -> Rank:
+        """Return a process of a training that `train` reported."""
+        process = Rank(live, run=run, rank=rank, key=key, start=20_000.0, greets=False)
+        process.seq = next(seqs)
+        return process
+
     train(live, run, steps=range(1, 13), ranks=3)
     answers, known = [ask()], [computed()]
     assert computed() is known[0]
-    # Rank 2 repeats the newest closed step: its other numbers count now.
-    newer = Rank(live, run=run, rank=2, world_size=3, start=3_000.0, incarnation="newer")
-    batch = make_batch(12, 2, 0)
+    # Another part of the newest closed step arrives late.
+    late = going_on("a1", 2)
+    batch = make_batch(12, 7, 0)
     batch.add(0.4)
-    newer.stage(STAGE, 12, wire(batch, run))
+    late.stage(STAGE, 12, wire(batch, run), microbatch=1)
     answers.append(ask())
     known.append(computed())
     # A restart trains the last steps again.
@@ -134,11 +142,8 @@ def test_what_was_computed_of_a_step_is_dropped_when_its_data_change(live: Servi
     answers.append(ask())
     known.append(computed())
     # Another run has the name of a deleted one.
-    newer.say("finish")
     for key, rank in itertools.product(("a1", "a2"), range(3)):
-        process = Rank(live, run=run, rank=rank, key=key, start=20_000.0, greets=False)
-        process.seq = 1_000
-        process.say("finish")
+        going_on(key, rank).say("finish")
     response = live.operate.delete(f"/runs/{run}", params={"wait": 30})
     assert response.json().get("deleted"), response.text
     train(live, run, steps=range(1, 13), key="a3", start=30_000.0, ranks=3, seed=1)
