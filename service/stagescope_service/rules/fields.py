@@ -193,6 +193,15 @@ def load_yaml(text: str) -> Json:
         ) from None
 
 
+def load_own_yaml(text: str) -> Json:
+    """Parse YAML of this package: in C where PyYAML has it, which does not refuse aliases.
+
+    Raises:
+        YAMLError: invalid YAML.
+    """
+    return yaml.load(text, _OwnLoader)
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses aliases: a few lines of them can expand to gigabytes."""
 
@@ -202,7 +211,12 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+class _OwnLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads numbers as `_Loader` does."""
+
+
 # YAML 1.1 reads 1e-3 as a string, since it has no decimal point.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
-)
+for _loader in (_Loader, _OwnLoader):
+    _loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
+    )

@@ -131,10 +131,10 @@ class SymptomRule(fields.Declared):
 
 
 def read_symptom(name: str, text: str) -> SymptomRule:
-    """Parse the content of a symptom's file.
+    """Parse the content of a symptom's file, which ships with the service.
 
     Raises:
         InvalidPlan: names the file and the field that is wrong.
     """
-    document = fields.load_yaml(text)
+    document = fields.load_own_yaml(text)
     return SymptomRule.parse(document | {"name": name}, f"rule {name}")
