@@ -158,6 +158,7 @@ def prepare(app: FastAPI) -> None:
     Routes are completed, Plotly's script is compressed, the doctor's rules are read. What the page
     of the newest run shows is read, so that its reader waits only for what is new. What was
     imported is kept away from the garbage collector: its search takes longer than most answers.
+    A search before that would take a tenth of the start, and free 2.5 % of the objects.
     """
     for route in app.router.routes:  # FastAPI completes a route when it is first looked at
         route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
@@ -169,7 +170,6 @@ def prepare(app: FastAPI) -> None:
         deps.catalogue.runs(limit=1, name=target.run)
         overview.answer(deps, target.run, CurveRequest())
         start_diagnosis(deps, target.run, None, None)[1].result()
-    gc.collect()
     gc.freeze()
 
 
