@@ -35,7 +35,7 @@ app.state.deps.close()
 store.close()
 """
 ON_USE = {
-    "matplotlib", "numba", "pandas", "plotly.basedatatypes", "polars", "pyarrow", "ray", "rich",
+    "jinja2", "matplotlib", "numba", "pandas", "plotly.basedatatypes", "polars", "pyarrow", "ray", "rich",
     "scipy", "torch", "transformers",
 }  # fmt: skip
 

@@ -11,9 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
-import jinja2
 import plotly.graph_objects as go
 from markupsafe import Markup, escape
 
@@ -23,6 +22,9 @@ from stagescope_service.figure_style import COLOURS, plotly_script
 from stagescope_wire import comparison_texts, nonfinite
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import printable
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATES: Final = Path(__file__).parents[2] / "templates"
 
@@ -62,6 +64,8 @@ class PageFigures:
 @functools.cache
 def environment() -> jinja2.Environment:
     """Return the environment of the HTML templates; values are escaped, control characters too."""
+    import jinja2  # here: the service imports this module at its start, and shows few reports
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
