@@ -1,5 +1,7 @@
 """What a diagnosis costs: the first one of a run, and the next after each step that closes.
 
+A step whose tensors are kept costs more, because the doctor reads those of the newest step.
+
     python -m tests.benchmarks.bench_doctor [STEPS [RANKS]]
 
 The reference is to read the numbers of as many steps from the catalogue, as the doctor stores them:
@@ -9,6 +11,7 @@ because the machine may be busy.
 
 from __future__ import annotations
 
+import gc
 import json
 import sqlite3
 import statistics
@@ -21,6 +24,7 @@ from typing import Final
 
 from tests.support.api import Service, service
 from tests.support.runs.long import RUN, LongRun, train_long
+from tests.support.runs.shown import keep_tensors
 
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.views.diagnosis import diagnosis_of
@@ -53,6 +57,9 @@ def measure(live: Service, run: LongRun, steps: int) -> None:
     deps: Dependencies = live.app.state.deps
     path = live.settings.data_path / "catalogue.db"
     reference = [cost(lambda: read_numbers(path)) for _ in range(TIMES)]
+    diagnosis_of(deps, RUN, None, None)  # loads what the first one of a process loads
+    gc.collect()
+    gc.freeze()  # as the process of the API does
     first = []
     for _ in range(TIMES):
         deps.memories.__init__()  # type: ignore[misc]  # what was read is forgotten
@@ -61,11 +68,17 @@ def measure(live: Service, run: LongRun, steps: int) -> None:
     for step in range(steps + 1, steps + 1 + TIMES):
         run.extend(live.store, [step], keep=2000)
         after.append(cost(lambda: diagnosis_of(deps, RUN, None, None)))
+    keep_tensors(live)
+    kept = []
+    for step in range(steps + TIMES + 1, steps + 2 * TIMES + 1):
+        run.train(live, step)
+        kept.append(cost(lambda: diagnosis_of(deps, RUN, None, None)))
     say(f"{'':34}{'best':>9}{'median':>9}{'ratio':>8}   wanted")
     rows = [
         (f"reading the numbers of {steps} steps", reference, None),
         ("the first diagnosis", first, FIRST),
         ("the next, after a step closed", after, NEXT),
+        ("the same, with its tensors kept", kept, None),
     ]
     for name, times, wanted in rows:
         best, median = min(times), statistics.median(times)

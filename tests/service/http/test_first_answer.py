@@ -35,8 +35,8 @@ app.state.deps.close()
 store.close()
 """
 ON_USE = {
-    "jinja2", "matplotlib", "numba", "pandas", "plotly.basedatatypes", "polars", "pyarrow", "ray", "rich",
-    "scipy", "torch", "transformers",
+    "jinja2", "matplotlib", "numba", "pandas", "plotly.basedatatypes", "polars", "pyarrow", "ray",
+    "rich", "scipy", "torch", "transformers",
 }  # fmt: skip
 
 

@@ -64,6 +64,15 @@ class LongRun:
         found.seq = 1 + (step - 1) * self.seqs
         return found
 
+    def train(self, live: Service, step: int) -> None:
+        """Train the step after the newest one through the real coordinator, until it is closed.
+
+        Its tensors are kept if the service keeps some: see `keep_tensors`.
+        """
+        actors = [self.rank(live, rank, step) for rank in range(self.ranks)]
+        _train(live, actors, step)
+        live.engine.take_together([_begun(actor, step + 1) for actor in actors])
+
     def of_step(self, step: int) -> Iterator[Put]:
         """Yield the rows of a later step than the second."""
         ahead = step - 2
