@@ -102,6 +102,7 @@ class LateRows(Remembered[StepKey, V]):
         now = time.monotonic()
         if now - self._since > MAX_AGE:
             self._marks.clear()
+            self._known.clear()
             self._since = now
         return [*{*super()._wanted(marks), *[*marks][-LATE:]}]
 

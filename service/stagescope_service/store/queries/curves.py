@@ -174,8 +174,8 @@ class CurveQueries(Reader):
             table.version == version,
             table.metrics.is_not(None),
         )  # fmt: skip
-        for row in self._tuples(query):
-            yield PublishedNumbers(*row[:-1], metrics=orjson.loads(row[-1]))
+        for attempt_id, step, wall, verdict, suspects, text in self._tuples(query):
+            yield PublishedNumbers(attempt_id, step, wall, verdict, suspects, orjson.loads(text))
 
     def newest_numbers(self, attempts: Sequence[int], *, version: int) -> dict[str, Any]:
         """Return all published numbers of the newest step of attempts that has some, else {}."""
