@@ -119,17 +119,16 @@ def batch_of(
     directory = deps.settings.data_path / "copies"
     with Scratch(directory) as scratch, tempfile.TemporaryDirectory(dir=directory) as copies:
         artifacts = [row for row in artifacts if payload in (None, _payload_key(row))]
-        numbers = _scalars(deps, target)
-        files, gaps = _payload_files(deps, target, artifacts, numbers, Path(copies))
+        found, gaps = _local_files(deps, artifacts, Path(copies))
         if sample is not None:
-            there, files = files, [file for file in files if holds_sample(file.path, sample)]
-            if there and not files:
+            there, found = found, [each for each in found if holds_sample(each[1], sample)]
+            if there and not found:
                 raise NotFound(
                     f"what is kept of step {step} has no sample {sample!r:.200}",
                     expected="the sample_uid of one of its samples",
                     see=(Link.to_step("samples", step),),
                 )
-        if not files:
+        if not found:
             removed = rows_removed(target.step_row)
             texts = [gap.message for gap in gaps[:1]]  # the others say the same of other files
             texts += [f"the same holds for {len(gaps) - 1} more files"] if len(gaps) > 1 else []
@@ -139,6 +138,8 @@ def batch_of(
                 + (reasons and f": {reasons}"),
                 advice=KEEP_ADVICE,
             )
+        numbers = _scalars(deps, target)
+        files = [_payload_file(target, row, path, numbers) for row, path in found]
         dump = open_payloads(files, f"{target.run}@{target.number}:{step}")
         heading = {
             n: v for n, v in target.heading().items() if n not in ("also_live", "display_name")
@@ -157,15 +158,11 @@ def batch_of(
         )
 
 
-def _payload_files(
-    deps: Dependencies,
-    target: Target,
-    artifacts: Sequence[ArtifactRow],
-    numbers: Numbers,
-    copies: Path,
-) -> tuple[list[PayloadFile], list[Gap]]:
-    """Return the files of artifacts, and a gap for each that cannot be read."""
-    files: list[PayloadFile] = []
+def _local_files(
+    deps: Dependencies, artifacts: Sequence[ArtifactRow], copies: Path
+) -> tuple[list[tuple[ArtifactRow, Path]], list[Gap]]:
+    """Return the artifacts with their files, and a gap for each that cannot be read."""
+    files: list[tuple[ArtifactRow, Path]] = []
     gaps: list[Gap] = []
     for row in artifacts:
         try:
@@ -173,10 +170,14 @@ def _payload_files(
         except StagescopeError as error:
             gaps.append(Gap("file", str(error)))
             continue
-        logged = numbers.get(_part_key(row), {})
-        consumed = target.step_number if row["step"] is None else None
-        files.append(PayloadFile(path, row["path"], row["checksum"], row["wall"], logged, consumed))
+        files.append((row, path))
     return files, gaps
+
+
+def _payload_file(target: Target, row: ArtifactRow, path: Path, numbers: Numbers) -> PayloadFile:
+    logged = numbers.get(_part_key(row), {})
+    consumed = target.step_number if row["step"] is None else None
+    return PayloadFile(path, row["path"], row["checksum"], row["wall"], logged, consumed)
 
 
 def _part_key(row: ArtifactRow | ScalarRow) -> _PartKey:
