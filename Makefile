@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt
 NEEDS := pyproject.toml deploy/constraints.txt
+# Once, 20 seconds of CPU: else the first training waits for it, or each process of the tests does it.
+COMPILE := $(BIN)/python -c 'from stagescope_service.statistics import warm; warm()'
 # verl has an environment of its own: it names the versions of what it needs more narrowly.
 VERL := .venv-verl
 VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
@@ -32,6 +34,7 @@ help:  ## list the targets
 install: $(VENV)/installed-demo  ## stagescope and the example training, in .venv: for the tutorial
 
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
+	@$(COMPILE)
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
 
 # What is in a lane, and why, is in tests/lanes.py. A file's tests stay together, for what they
@@ -164,6 +167,7 @@ $(VENV)/bin/python:
 
 $(VENV)/installed-demo: $(NEEDS) | $(VENV)/bin/python
 	$(INSTALL) -e '.[service,workers,msprobe,example]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/installed-docs: $(NEEDS) | $(VENV)/bin/python
@@ -172,6 +176,7 @@ $(VENV)/installed-docs: $(NEEDS) | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
 	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,mcp,docs,dev]'
+	@$(COMPILE)
 	@touch $@
 
 $(VERL)/bin/python:
