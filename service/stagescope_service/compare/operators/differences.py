@@ -30,8 +30,8 @@ Some rows are no difference, and are counted separately:
   Stability of Numerical Algorithms", 2002, 4.2).
 
 **Threshold**: `factor` (4) times an eps. It is the eps of the coarsest floating dtype on either
-side up to and including this call: a rounded value stays rounded. 0 for integers and booleans. Of
-joined ranks it is that of float32 for them: their mean and norm come from rounded ones.
+side up to and including this call: a rounded value stays rounded. 0 for integers and booleans.
+Integers of joined ranks have the threshold of float32: their mean and norm come from rounded ones.
 """
 
 from __future__ import annotations
