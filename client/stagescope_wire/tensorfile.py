@@ -164,7 +164,7 @@ def parse(data: Bytes, where: object) -> TensorFile:
     window = io.BytesIO(data[: 8 + min(claimed, MAX_HEADER_BYTES)].tobytes())
     header, start = read_header(window, where, data.size)
     entries = check_entries(header, where, data.size - start)
-    return assemble(data[start:], entries, read_metadata(header, where))
+    return assemble(data[start:], entries, read_metadata(header, where), where)
 
 
 def _buffer(name: str, tag: str, shape: tuple[int, ...], values: Array) -> Array:
@@ -271,21 +271,31 @@ def read_metadata(header: JsonObject, where: object) -> dict[str, str]:
     return found
 
 
-def _view(data: Bytes, entry: TensorEntry) -> Array:
+def _view(data: Bytes, entry: TensorEntry, where: object) -> Array:
     piece = data[entry.begin : entry.end]
     if entry.tag == "bool" and piece.size and piece.max() > 1:
-        raise InvalidTensor(f"tensor {entry.name!r} of bool holds other bytes than 0 and 1")
+        raise InvalidTensor(
+            f"{where}: tensor {entry.name!r} of bool holds other bytes than 0 and 1"
+        )
     try:
         values = piece.view(entry.dtype).reshape(entry.shape)
         # Another writer may not have aligned the tensor to its item size.
         return values if values.flags.aligned else values.copy()
     except ValueError as error:
-        raise InvalidTensor(f"tensor {entry.name!r} of shape {entry.shape}: {error}") from error
+        raise InvalidTensor(
+            f"{where}: tensor {entry.name!r} of shape {entry.shape}: {error}"
+        ) from error
 
 
-def assemble(data: Bytes, entries: list[TensorEntry], strings: Mapping[str, str]) -> TensorFile:
-    """Return the tensors of a file as views of `data`, and its metadata."""
-    arrays = {entry.name: (entry.tag, entry.shape, _view(data, entry)) for entry in entries}
+def assemble(
+    data: Bytes, entries: list[TensorEntry], strings: Mapping[str, str], where: object
+) -> TensorFile:
+    """Return the tensors of a file as views of `data`, and its metadata.
+
+    Raises:
+        InvalidTensor: bytes of a bool other than 0 and 1, or a shape too large.
+    """
+    arrays = {entry.name: (entry.tag, entry.shape, _view(data, entry, where)) for entry in entries}
     try:
         ours = json.loads(strings["stagescope"])
         packed, metadata = set(map(str, ours["packed"])), dict(ours["metadata"])

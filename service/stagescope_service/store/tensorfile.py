@@ -132,7 +132,7 @@ def read_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
         if file.readinto(data.data) != size - start:
             raise InvalidTensor(f"{path} was truncated while it was read")
     data.flags.writeable = False
-    return assemble(data, entries, read_metadata(header, path))
+    return assemble(data, entries, read_metadata(header, path), path)
 
 
 def map_tensors(path: Path) -> TensorFile:
@@ -153,7 +153,7 @@ def map_tensors(path: Path) -> TensorFile:
         if content is None:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             _mapped[key] = content = np.frombuffer(mapped, np.uint8)
-    return assemble(content[header_info.start :], header_info.entries, header_info.strings)
+    return assemble(content[header_info.start :], header_info.entries, header_info.strings, path)
 
 
 def describe_file(path: Path) -> Description:
@@ -164,7 +164,7 @@ def describe_file(path: Path) -> Description:
     """
     with _opened(path, MAX_BYTES) as (file, size):
         header_info = _read_header_info(path, os.fstat(file.fileno()).st_mtime_ns, size)
-    empty = assemble(np.empty(0, np.uint8), [], header_info.strings)
+    empty = assemble(np.empty(0, np.uint8), [], header_info.strings, path)
     shapes = {each.name: (each.tag, each.shape) for each in header_info.entries}
     return Description(shapes, empty.metadata)
 
