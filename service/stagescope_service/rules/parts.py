@@ -228,7 +228,8 @@ def _rejected(history: RunHistory, number: int) -> MismatchPart:
     if history.kept is None:
         return MismatchPart(name, None, "the step's tensors cannot be read here", counted=False)
     try:
-        loss = history.kept.loss(next(each for each in history.measured if each.step == number))
+        step = next(each for each in history.measured if each.step == number)
+        loss = history.kept.loss(step, _REJECTED.values())
     except StagescopeError as error:
         return MismatchPart(name, None, str(error), counted=False)
     lacking = [loss.unrecorded[field] for field in _REJECTED.values() if field in loss.unrecorded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from stagescope_service.store.tables import UnfinishedRank
@@ -48,7 +48,8 @@ class LossOfStep:
 
     Attributes:
         tokens: number of these tokens.
-        shares: a fate of `loss_fate.NAMES` -> its share of the sum of |d|, 0 to 1.
+        shares: a fate of `loss_fate.NAMES` -> its share of the sum of |d|, 0 to 1; empty: the
+            tokens were not read.
         unrecorded: a field of `loss_fate.LossTokens` -> how to record it.
     """
 
@@ -60,8 +61,13 @@ class LossOfStep:
 class KeptTensors(Protocol):
     """Reads what the ring and the kept files still hold of a step."""
 
-    def loss(self, step: CurrentStep) -> LossOfStep:
+    def loss(self, step: CurrentStep, wanted: Collection[str]) -> LossOfStep:
         """Return the effect of the loss on a step's tokens.
+
+        Args:
+            step: the step.
+            wanted: fields of `loss_fate.LossTokens`. If none of them is recorded, the tokens are
+                not read.
 
         Raises:
             StagescopeError: its streams are not kept.

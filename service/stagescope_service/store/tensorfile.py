@@ -181,7 +181,7 @@ class _HeaderInfo(NamedTuple):
     strings: dict[str, Json]
 
 
-@functools.lru_cache(maxsize=64)  # callers read a file once for each of its sections
+@functools.lru_cache(maxsize=256)  # callers read the files of a step several times
 def _read_header_info(path: Path, _written: int, size: int) -> _HeaderInfo:
     with _opened(path, size) as (file, _):
         header, start = read_header(file, path, size)

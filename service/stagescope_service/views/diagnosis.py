@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from typing import Final, TypeAlias
 from urllib.parse import quote
 
@@ -28,7 +28,8 @@ from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.samples.batches import batch_of
-from stagescope_service.views.samples.listing import kept_loss
+from stagescope_service.views.samples.listing import RECORD, kept_loss
+from stagescope_service.views.samples.tokens import fields_in
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
@@ -105,7 +106,7 @@ def _diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int |
     )
     rows = diagnose(history)
     if attempt is None:
-        for number in itertools.islice(history.earlier_attempts(), _EARLIER):
+        for number in islice(history.earlier_attempts(), _EARLIER):
             own = RunHistory(deps.catalogue, target.run, attempt=number, last=step, memory=memory)
             rows = add_earlier(rows, history, own, number, step)
     steps = [each.step for each in history.steps]
@@ -267,8 +268,10 @@ class _KeptTensors:
         self._recorded: dict[StepKey, set[str]] = {}
         """The names of the tensors that were recorded in a step."""
 
-    def loss(self, step: CurrentStep) -> LossOfStep:
+    def loss(self, step: CurrentStep, wanted: Collection[str]) -> LossOfStep:
         kept = self._of(step)
+        if not self._may_have(step, wanted):
+            return LossOfStep(0, {}, {name: RECORD[name] for name in wanted})
         if kept.size > _MAX_BYTES:
             raise NotFound(
                 f"the tensors of step {step.step} are {kept.size >> 20} MiB, too many for a "
@@ -282,11 +285,24 @@ class _KeptTensors:
             unrecorded={str(each["name"]): str(each["record"]) for each in found.unrecorded},
         )
 
+    def _may_have(self, step: CurrentStep, fields: Collection[str]) -> bool:
+        """Return whether some of these fields of the loss may be recorded in what is kept."""
+        kept, recorded = self._of(step), self._recorded_in(step)
+        attempts = {row["attempt_id"] for row in kept.files}
+        # Retention may have removed the list, and it lacks the tensors of other attempts.
+        if not recorded or attempts != {step.attempt_id}:
+            return True
+        settings = self._deps.catalogue.settings_with(step.attempt_id, "rollout_is")
+        known = fields_in(kept.files, recorded & kept.tensors, settings)
+        return not known.isdisjoint(fields)
+
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         kept = self._of(step)
         if not self._has(step, {*names}) or kept.size > _MAX_BYTES:
             return None
-        return batch_of(self._deps, kept.target, Selection(names, None), artifacts=kept.files)
+        return batch_of(
+            self._deps, kept.target, Selection(names), artifacts=kept.files, described=False
+        )
 
     def can_score(self, step: CurrentStep) -> bool:
         """Return whether the token ids of a step are kept, so that they can be scored again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import stagescope
 from stagescope_service.rules.parts import fitted_line
 from stagescope_service.statistics import Comparability, examine, summarise
 from stagescope_service.statistics.cell import Cell
+from stagescope_service.views.diagnosis import diagnosis_of
 
 
 def test_the_mismatch_is_taken_apart(live: Service) -> None:
@@ -69,8 +72,10 @@ def test_the_rest_has_a_share_only_where_nothing_says_why_the_mismatch_rose(live
     assert "is the noise of this run" in rest["text"]
 
 
-def parts_of(live: Service, run: str, change: Change) -> dict[str, dict[str, Any]]:
-    train(live, run, change, steps=range(1, 3))
+def parts_of(
+    live: Service, run: str, change: Change, settings: Mapping[str, object] | None = None
+) -> dict[str, dict[str, Any]]:
+    train(live, run, change, steps=range(1, 3), settings=settings)
     return {each["name"]: each for each in live.get(f"/runs/{run}/diagnosis")["mismatch"]}
 
 
@@ -167,8 +172,11 @@ def test_no_line_is_drawn_through_few_tokens_or_other_tokens(live: Service) -> N
 
 
 def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None:
-    def rejecting(batch: Batch) -> None:
+    def rejected(batch: Batch) -> None:
         batch.add(0.1, np.arange(batch.p.shape[1]) % 10 == 0)
+
+    def rejecting(batch: Batch) -> None:
+        rejected(batch)
         ratio = np.exp(batch.p - batch.q)
         batch.is_weights = np.where((ratio > 0.9) & (ratio < 1.1), ratio, 0.0)
 
@@ -185,3 +193,20 @@ def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None
     assert unknown["share"] is None
     assert "record rollout_is_weights" in unknown["text"]
     assert "record response_mask as the update uses it" in unknown["text"]
+    # Weights that follow from the settings.
+    threshold = {"rollout_is": "token", "rollout_is_threshold": "0.9_1.1"}
+    part = parts_of(live, "by-settings", rejected, threshold)["rejected tokens"]
+    assert part["share"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_tensors_are_not_read_for_a_loss_that_is_not_recorded(live: Service) -> None:
+    def weigh(batch: Batch) -> None:
+        batch.is_weights = np.ones_like(batch.p)
+
+    train(live, "without-loss", steps=range(1, 3))
+    assert parts_of(live, "with-loss", weigh)["rejected tokens"]["share"] == 0.0
+    shutil.rmtree(live.settings.data_path / "ring")
+    for run, starts in (("without-loss", "not recorded: "), ("with-loss", "no tensors of step 2 ")):
+        fields, _ = diagnosis_of(live.app.state.deps, run, None, None)
+        (part,) = (each for each in fields["mismatch"] if each["name"] == "rejected tokens")
+        assert part["text"].startswith(starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -135,7 +135,7 @@ class SimulatedKept:
     def __init__(self, turns: Int64, on: Int64) -> None:
         self._turns, self._on = turns, on
 
-    def loss(self, step: CurrentStep) -> LossOfStep:
+    def loss(self, step: CurrentStep, wanted: Collection[str]) -> LossOfStep:
         raise NotImplementedError
 
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tests.support.api import Rank, Report, Service, service
 from tests.support.measure import payload
-from tests.support.runs.shown import keep_tensors
+from tests.support.runs.shown import keep_tensors, loss
 from tests.support.stores import rows_of
 
 from stagescope_service.store.contract import Put, Store, Submitted
@@ -25,11 +25,12 @@ from stagescope_wire.schema import BEGIN
 
 RUN: Final = "r"
 LOG_PROB: Final = "actor_compute_log_prob"
+UPDATE: Final = "actor_update"
 SCALARS: Final[Mapping[str, tuple[str, ...]]] = {
     "rollout_generate": (),
     LOG_PROB: ("entropy",),
     "ref_compute_log_prob": ("kl",),
-    "actor_update": ("loss", "grad_norm", "clip_fraction", "approximate_kl", "kl_loss", "lr"),
+    UPDATE: ("loss", "grad_norm", "clip_fraction", "approximate_kl", "kl_loss", "lr"),
 }
 """Stage -> the scalars that are logged in it."""
 SAMPLES: Final = 8
@@ -64,13 +65,14 @@ class LongRun:
         found.seq = 1 + (step - 1) * self.seqs
         return found
 
-    def train(self, live: Service, step: int) -> None:
+    def train(self, live: Service, step: int, *, with_loss: bool = False) -> None:
         """Train the step after the newest one through the real coordinator, until it is closed.
 
-        Its tensors are kept if the service keeps some: see `keep_tensors`.
+        Its tensors are kept if the service keeps some: see `keep_tensors`. With `with_loss`, the
+        update records what the loss did.
         """
         actors = [self.rank(live, rank, step) for rank in range(self.ranks)]
-        _train(live, actors, step)
+        _train(live, actors, step, with_loss)
         live.engine.take_together([_begun(actor, step + 1) for actor in actors])
 
     def of_step(self, step: int) -> Iterator[Put]:
@@ -141,14 +143,15 @@ def train_long(home: Path, steps: int, *, ranks: int = 64, keep: int = 2000) -> 
     return run
 
 
-def _train(live: Service, actors: list[Rank], step: int) -> None:
+def _train(live: Service, actors: list[Rank], step: int, with_loss: bool = False) -> None:
     for stage, names in SCALARS.items():
         reports = []
         for rank, actor in enumerate(actors):
             handed = None
-            if stage == LOG_PROB:
-                first = SAMPLES * rank
-                handed = payload(SAMPLES, TOKENS, seed=rank, first_sample=first)
+            if stage == LOG_PROB or (with_loss and stage == UPDATE):
+                handed = payload(SAMPLES, TOKENS, seed=rank, first_sample=SAMPLES * rank)
+            if handed is not None and stage == UPDATE:
+                handed = loss(handed, step, rank)
             values = dict.fromkeys(names, 0.5 + rank / 1000)
             fields: dict[str, Any] = {"scalars": values} if values else {}
             fields["policy_version"] = step - 1

@@ -99,6 +99,7 @@ def batch_of(
     sample: str | None = None,
     payload: PayloadKey | None = None,
     artifacts: Sequence[ArtifactRow] | None = None,
+    described: bool = True,
 ) -> Batch:
     """Return a step's batch.
 
@@ -109,6 +110,7 @@ def batch_of(
         sample: read only the files that hold this sample, by its id; None: all.
         payload: read only this payload; None: all.
         artifacts: the step's payload files; None: they are looked up.
+        described: with the numbers and the gaps that the catalogue lists.
 
     Raises:
         NotFound: none of its tensors are kept, or no such tensor or stage.
@@ -138,7 +140,10 @@ def batch_of(
                 + (reasons and f": {reasons}"),
                 advice=KEEP_ADVICE,
             )
-        numbers = _scalars(deps, target)
+        numbers = _scalars(deps, target) if described else {}
+        if described:
+            gaps += _catalogue_gaps(deps, target, artifacts, selection)
+            gaps += _gaps_of_numbers(numbers, artifacts, selection)
         files = [_payload_file(target, row, path, numbers) for row, path in found]
         dump = open_payloads(files, f"{target.run}@{target.number}:{step}")
         heading = {
@@ -149,11 +154,7 @@ def batch_of(
             step,
             selection,
             source=heading,
-            gaps=[
-                *gaps,
-                *_catalogue_gaps(deps, target, artifacts, selection),
-                *_gaps_of_numbers(numbers, artifacts, selection),
-            ],
+            gaps=gaps,
             allocate=scratch.allocate,
         )
 

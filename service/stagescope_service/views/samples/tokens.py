@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 import numpy as np
@@ -15,8 +15,10 @@ from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.loss_fate import Int8, LossTokens
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_wire.batch import Batch, BatchPart, widened
 from stagescope_wire.errors import NotFound, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 N = TypeVar("N", np.int8, np.float64)
 
@@ -25,6 +27,11 @@ _UPDATE: Final = "actor_update"
 _LOSS_STAGES: Final = (_UPDATE, "compute_advantage")
 """Stages that record the update's mask, the decisive one first."""
 _P_STREAMS: Final = ("old_log_probs", "log_probs")
+_TENSORS: Final[Mapping[str, str]] = {
+    "in_loss": "effective_valid", "weight": "rollout_is_weights", "advantage": "advantages",
+    "clipped": "clipped",
+}  # fmt: skip
+"""Field of `LossTokens` -> the tensor that records it, in any stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +157,24 @@ class StepTokens:
         """Return log-probs of the only row; null where the token is not the model's."""
         values = (self.p if name == "p" else self.q)[0, shown]
         return of_model(self.loss.mask[0, shown], values)
+
+
+def fields_in(
+    files: Sequence[ArtifactRow], names: Collection[str], settings: Iterable[JsonObject]
+) -> set[str]:
+    """Return the fields of `LossTokens` that a step may have: the others are not recorded.
+
+    Args:
+        files: its payload files.
+        names: of the tensors in them.
+        settings: of the processes that wrote them.
+    """
+    found = {field for field, name in _TENSORS.items() if name in names}
+    if any(row["stage"] in _LOSS_STAGES for row in files):
+        found.add("in_loss")
+    if any(each.get("rollout_is") is not None for each in settings):
+        found.add("weight")
+    return found
 
 
 def _settings(batch: Batch, notes: list[str]) -> StatisticsSettings:

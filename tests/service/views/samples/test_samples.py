@@ -222,6 +222,19 @@ def test_the_table_says_what_no_gradient_sees(step: stagescope.Step) -> None:
     assert [row["gradient"] for row in table] == [True, False, False, False, False]
 
 
+def test_a_diagnosis_names_the_share_that_the_updates_mask_leaves_out(running: Service) -> None:
+    rank = Rank(running, key="a5", world_size=1, start=5000.0)
+    rows, update_mask = slice(4), MASKS.copy()
+    update_mask[REJECTED] = 0
+    both = tensors(rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
+    rank.hand(STAGE, 9, both)
+    rank.hand("actor_update", 9, tensors(rows, response_mask=update_mask))
+    rank.stage(STAGE, 10)
+    parts = running.get("/runs/r/diagnosis")["mismatch"]
+    (part,) = (each for each in parts if each["name"] == "rejected tokens")
+    assert part["share"] == pytest.approx(3.0 / np.abs(D).sum())
+
+
 def test_what_is_not_recorded_excludes_nothing_and_is_named(
     running: Service, step: stagescope.Step
 ) -> None:
