@@ -13,7 +13,12 @@ import numpy as np
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import MANY
-from stagescope_service.statistics.comparability import Comparability, examine, examine_ranks
+from stagescope_service.statistics.comparability import (
+    Comparability,
+    examine,
+    examine_ranks,
+    may_be_suspect,
+)
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.statistics.summary import Summary, merge_produced
@@ -62,6 +67,13 @@ class PooledSteps:
         found = examine_ranks(self.summary, self.ranks)
         return {(row.role, row.rank): one for row, one in zip(self.ranks, found, strict=True)}
 
+    @cached_property
+    def causes(self) -> dict[RankKey, str]:
+        """The most likely cause of each rank whose own tokens have one."""
+        if len(self.ranks) > RANKS or not may_be_suspect(self.summary, self.ranks).any():
+            return {}
+        return {rank: found.cause for rank, found in self.of_ranks.items() if found.cause}
+
     def begin(self, ranks: Sequence[RankKey]) -> int:
         """Return the step in which the mismatch of some ranks began.
 
@@ -88,19 +100,21 @@ class PooledSteps:
 
     def ranks_with(self, checks: Sequence[str]) -> list[RankKey]:
         """Return the ranks whose own tokens have one of these causes."""
-        return [rank for rank, found in self.of_ranks.items() if found.cause in checks]
+        return [rank for rank, cause in self.causes.items() if cause in checks]
 
     @property
     def ranks_with_any(self) -> list[RankKey]:
         """The ranks whose own tokens have any cause."""
-        return [rank for rank, found in self.of_ranks.items() if found.cause]
+        return [*self.causes]
 
     def ranks_alone_with(self, checks: Sequence[str]) -> list[RankKey]:
         """Return the same, if the tokens of every other rank fit and differ less, or differ much
         less; else none."""
         own = self.ranks_with(checks)
+        if not own or len(own) < len(self.causes):
+            return []
         others = [rank for rank in self.of_ranks if rank not in own]
-        if not own or not others or any(self.of_ranks[rank].cause for rank in others):
+        if not others:
             return []
         is_certain = all(self.of_ranks[each].verdict in ("comparable", "exact") for each in others)
         sizes = {(row.role, row.rank): row.cell.mean(Field.D_ABS_SUM) for row in self.ranks}

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Bool, Cell, Field, Int64
 from stagescope_service.statistics.checks import (
     ENOUGH,
     MANY,
@@ -26,6 +26,7 @@ from stagescope_service.statistics.coverage import missing_values
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.noise_checks import biased, scaled
 from stagescope_service.statistics.part import RankRow
+from stagescope_service.statistics.quick_look import may_fail
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.staleness import differ_alike, versions
 from stagescope_service.statistics.step_checks import (
@@ -152,6 +153,24 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
     return found
 
 
+def may_be_suspect(summary: Summary, ranks: Sequence[RankRow]) -> Bool:
+    """Return a mask of the ranks in which a check of `examine_ranks` may fail.
+
+    It costs a tenth of the checks, and most steps have no such rank.
+    """
+    if not ranks:
+        return np.zeros(0, bool)
+    cells = np.stack([row.cell.vector for row in ranks])
+    found: Bool = cells[:, Field.EQUAL] >= cells[:, Field.TOKENS]
+    for failing in may_fail(cells).values():
+        found = found | failing
+    rank, sample = _ranks_of_fragments(summary, ranks)
+    samples = check_samples(summary)
+    is_out_of_place = (samples.moved | samples.strange)[sample] & (rank >= 0)
+    found[rank[is_out_of_place]] = True
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class RankCause:
     """The most likely cause of some ranks, found in each by its own tokens."""
@@ -226,17 +245,23 @@ def examine_cells(
 
 def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
     """Return, for each rank, the checks of the samples that it holds a counting piece of."""
-    rank_of = np.full(len(summary.sources), -1, np.int64)
-    for at, row in enumerate(ranks):
-        rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
-    rank = rank_of[summary.sequences.source]
-    checked, sample = check_samples(summary), summary.sequences.sample_index()
+    rank, sample = _ranks_of_fragments(summary, ranks)
+    checked = check_samples(summary)
     order = np.argsort(rank, kind="stable")
     ends = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
     return [
         checked.scopes(np.unique(sample[order[begin:end]]))
         for begin, end in itertools.pairwise(ends.tolist())
     ]
+
+
+def _ranks_of_fragments(summary: Summary, ranks: Sequence[RankRow]) -> tuple[Int64, Int64]:
+    """Return the place in `ranks` of each piece of a sample, -1 for none of them, and its sample's
+    index."""
+    rank_of = np.full(len(summary.sources), -1, np.int64)
+    for at, row in enumerate(ranks):
+        rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
+    return rank_of[summary.sequences.source], summary.sequences.sample_index()
 
 
 def _without_explained(scopes: Sequence[Scope]) -> list[Check]:

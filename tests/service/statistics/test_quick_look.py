@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from tests.service.statistics.test_comparability import DAMAGE, SAMPLING, assembled, sick_batch
+from tests.support.sampler import draw
 
 from stagescope_service.statistics.cell import Cell, merge_groups
+from stagescope_service.statistics.comparability import examine_ranks, may_be_suspect
 from stagescope_service.statistics.exact import are_equal
 from stagescope_service.statistics.quick_look import CELL_CHECKS, may_be_equal, may_fail
 from stagescope_service.statistics.step_checks import StepChecks
@@ -32,3 +34,12 @@ def test_every_check_that_fails_in_a_cell_is_among_the_candidates() -> None:
                 failing.add(name)
         assert may_equal[at] or not (are_equal(cell) and cell.tokens >= 32)
     assert failing == {*CELL_CHECKS}
+    for each in steps:
+        found = examine_ranks(each.summary, each.ranks)
+        candidate = may_be_suspect(each.summary, each.ranks).tolist()
+        assert all(may or not one.cause for may, one in zip(candidate, found, strict=True))
+
+
+def test_healthy_ranks_are_no_candidates() -> None:
+    step = assembled(draw(np.random.default_rng(7), 128, 20, model="usual", engine="bf16"), 8)
+    assert not may_be_suspect(step.summary, step.ranks).any()

@@ -81,14 +81,14 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
         period = None if is_short else period
     lasts = period is not None and period.last is None
     of_pool = _named(pooled.comparability, checks) if pooled.is_needed and not lasts else []
-    if pooled.comparability.cause in checks and of_pool and not _are_not_finite(of_pool):
+    if of_pool and pooled.comparability.cause in checks and not _are_not_finite(of_pool):
         return _of_pool(pooled, of_pool, checks)
     if period is None:
         return _not_suspect(history.newest, newest, checks)
     last = measured[int(np.flatnonzero(marks)[-1])]
     if period.last is not None:
         pooled = history.until(last.step).pooled or pooled
-    causes = {rank: found.cause for rank, found in pooled.of_ranks.items() if found.cause}
+    causes = pooled.causes
     shown = history.read(last)
     if causes and not {*checks} & {*causes.values()} and not _is_filled(shown, checks):
         others = ", ".join(sorted({str(cause) for cause in causes.values()}))
