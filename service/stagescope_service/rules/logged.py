@@ -83,12 +83,14 @@ class LoggedScalars:
         return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
-        by_role: dict[str, dict[str | None, dict[int, float]]] = defaultdict(dict)
+        of_place: dict[tuple[str, str | None], dict[int, float]] = defaultdict(dict)
         means = self._memory.scalar(self._catalogue, self._ids, name, self._rows.closed)
         for at, key in enumerate(self._rows.keys):
             for stage, role, mean in means.get(key, ()):
-                value = mean if math.isfinite(mean) else math.nan
-                by_role[role].setdefault(stage, {})[at] = value
+                of_place[role, stage][at] = mean if math.isfinite(mean) else math.nan
+        by_role: dict[str, dict[str | None, dict[int, float]]] = defaultdict(dict)
+        for (role, stage), values in of_place.items():
+            by_role[role][stage] = values
         series = []
         for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
             own = [

@@ -21,7 +21,7 @@ from stagescope_service.rules.facts import StepStatistics
 from stagescope_service.rules.missing import StepKey
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey, SliceMetrics
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.reader import StepWindow
+from stagescope_service.store.queries.reader import StepRange
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, ScalarRow
 from stagescope_wire.nonfinite import number
@@ -107,7 +107,7 @@ class LateRows(Remembered[StepKey, V]):
         return [*{*super()._wanted(marks), *[*marks][-LATE:]}]
 
 
-def window_of(keys: Sequence[StepKey]) -> StepWindow:
+def window_of(keys: Sequence[StepKey]) -> StepRange:
     """Return the steps from the first to the last of some keys."""
     steps = [step for _, step in keys]
     return {"first": min(steps), "last": max(steps)}

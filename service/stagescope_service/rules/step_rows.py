@@ -62,8 +62,10 @@ class StepRows:
         seen: set[int] = set()
         with closing(self._catalogue.step_marks(self.ids, last=last)) as marks:
             for row in marks:
-                step, number = row.step, self.number[row.attempt_id]
-                if row.closed_wall is None or step in seen or self.is_discarded(number, step):
+                step = row.step
+                if row.closed_wall is None or step in seen:
+                    continue
+                if self._resumed and self.is_discarded(self.number[row.attempt_id], step):
                     continue
                 seen.add(step)
                 found.append(row)
@@ -107,7 +109,7 @@ class StepRows:
     @cached_property
     def closed(self) -> Mapping[StepKey, float | None]:
         """When each closed, in Unix seconds."""
-        return {(row.attempt_id, row.step): row.closed_wall for row in self.rows}
+        return {key: row.closed_wall for key, row in zip(self.keys, self.rows, strict=True)}
 
     # --- numbers --------------------------------------------------------------------------------
     def series(self, name: str, values: Mapping[StepKey, float]) -> Series:
@@ -175,11 +177,8 @@ class StepRows:
     @cached_property
     def numbers(self) -> Mapping[StepKey, Numbers]:
         """The published numbers of the steps that have some."""
-        marks = {
-            (row.attempt_id, row.step): row.summary_wall
-            for row in self.rows
-            if row.summary_wall is not None
-        }
+        walls = zip(self.keys, (row.summary_wall for row in self.rows), strict=True)
+        marks = {key: wall for key, wall in walls if wall is not None}
 
         def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Numbers]:
             every = self._catalogue.every_number(self.ids, version=VERSION, **window_of(keys))

@@ -15,6 +15,7 @@ from stagescope_service.store.queries.reader import (
     Filter,
     RankFilter,
     Reader,
+    StepRange,
     StepWindow,
     between,
     conditions,
@@ -242,18 +243,30 @@ class MeasurementQueries(Reader):
         yield from self._each(ScalarValues, query)
 
     def scalar_means(
-        self, attempts: Sequence[int], name: str, **window: Unpack[StepWindow]
+        self, attempts: Sequence[int], name: str, **steps: Unpack[StepRange]
     ) -> list[ScalarMean]:
         """Return the mean of a scalar by step, stage and role, in no order."""
-        query = self._scalar(attempts, name, ["attempt_id", "step", "stage", "role"], **window)
-        query = query.add_columns(sa.func.count().label("number"))
+        # A diagnosis reads many scalars: the query takes as long to build as to run.
+        query = self._once(("means", repr(attempts)), lambda: self._means(attempts))
+        given = {"scalar": name, "first_step": steps["first"], "last_step": steps["last"]}
         # Rows of SQLAlchemy: an object of our own would take as long as the query.
-        return cast("list[ScalarMean]", self._tuples(query))
+        return cast("list[ScalarMean]", self._tuples(query, given))
+
+    def _means(self, attempts: Sequence[int]) -> Query:
+        """Select what `scalar_means` returns; `scalar`, `first_step` and `last_step` are given."""
+        columns = ["attempt_id", "step", "stage", "role"]
+        step, given = TABLES["scalars"].c.step, sa.bindparam
+        return (
+            self._scalar(attempts, given("scalar", type_=sa.Text), columns)
+            .add_columns(sa.func.count().label("number"))
+            .where(step >= given("first_step", type_=sa.BigInteger))
+            .where(step <= given("last_step", type_=sa.BigInteger))
+        )
 
     def _scalar(
         self,
         attempts: Sequence[int],
-        name: str,
+        name: str | sa.BindParameter[str],
         of: Sequence[str],
         *,
         first: int | None = None,

@@ -44,6 +44,13 @@ class StepWindow(TypedDict, total=False):
     last: int | None
 
 
+class StepRange(TypedDict):
+    """The steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+
 R = TypeVar("R")
 """The type of a query's rows: a TypedDict with the columns that it selects."""
 
@@ -114,10 +121,12 @@ class Reader:
         with self._reading() as connection:
             return [*connection.scalars(query)]
 
-    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
+    def _tuples(
+        self, query: Query, parameters: JsonObject | None = None
+    ) -> Sequence[tuple[Any, ...]]:
         """Return the rows of a query as tuples: a dict a row would take longer than the query."""
         with self._reading() as connection:
-            return connection.execute(query).all()
+            return connection.execute(query, parameters).all()
 
     def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
