@@ -143,11 +143,11 @@ def compare_answers(short: Service, long: Service, steps: int) -> None:
         )
     say("\nanswers that are of all steps, by their nature: ms of CPU, the first and the least of 3")
     for name, path in growing().items():
-        few, many = ([asked(live, path).cpu for _ in range(3)] for live in (short, long))
-        low, high = min(few), min(many)
+        of_short, of_long = ([asked(live, path).cpu for _ in range(3)] for live in (short, long))
+        low, high = min(of_short), min(of_long)
         each = 1e6 * (high - low) / (steps - SHORT)
         say(
-            f"{name:36}{1e3 * few[0]:9.1f}{1e3 * low:9.1f}{'':8}{1e3 * many[0]:9.1f}"
+            f"{name:36}{1e3 * of_short[0]:9.1f}{1e3 * low:9.1f}{'':8}{1e3 * of_long[0]:9.1f}"
             f"{1e3 * high:9.1f}{each:16.1f} us a further step"
         )
 
