@@ -107,7 +107,7 @@ def _prefetch(context: Any, raw: object, at: object) -> tuple[Any, Callable[...,
 
 
 prefetch = cast("Callable[[Any, int], None]", intrinsic(_prefetch))
-"""Ask for the cache line of a byte of a uint8 array before it is needed; it need not exist."""
+"""Ask for the cache line of a value of an array before it is needed; it need not exist."""
 
 
 def entry(*signatures: object, nogil: bool = False) -> Callable[[Function], Function]:

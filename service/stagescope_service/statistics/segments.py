@@ -16,12 +16,23 @@ import numpy as np
 
 from stagescope_service.rows.positions import continues, positions_of
 from stagescope_service.statistics.cell import Int64, Mask, UInt8
-from stagescope_service.statistics.jit import allocating, entry, exact, input_type, tuple_type
+from stagescope_service.statistics.jit import (
+    allocating,
+    entry,
+    exact,
+    input_type,
+    prefetch,
+    tuple_type,
+)
 
 Found = tuple[Int64, int, int]
 """(segments, index of a wrong mask value or -1, index of a negative round id or -1)."""
 
 _BLOCK: Final = 128
+_AHEAD: Final = 2048
+"""Distance in tokens at which the search asks for the mask."""
+_LINE: Final = 64
+"""Bytes of a line of the processor's caches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +98,13 @@ def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> 
 def _first_other(mask: Mask, start: int, end: int, value: np.unsignedinteger[Any]) -> int:
     """Return the first index from `start` whose value is not `value`, `end` if there is none.
 
-    Whole blocks are compared first: that vectorizes.
+    Whole blocks are compared first: that vectorizes. The search asks for the mask ahead: at the end
+    of a run the processor alone would stop doing so.
     """
+    line = _LINE // mask.itemsize
     for i in range(start, end, _BLOCK):
+        for at in range(i + _AHEAD, i + _AHEAD + _BLOCK, line):
+            prefetch(mask, at)
         stop = i + _BLOCK if i + _BLOCK < end else end
         block, difference = mask[i:stop], value ^ value
         for j in range(block.size):
