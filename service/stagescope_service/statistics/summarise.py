@@ -241,8 +241,8 @@ def _keys(batch: TokenBatch, table: Int64) -> Int64:
     row, start = table[:, _ROW], table[:, _START]
     order = row
     if batch.sample_ids is not None:
-        _, places = np.unique(np.array(batch.sample_ids, dtype=object), return_inverse=True)
-        order = places.reshape(-1)[row]
+        ranks = {name: rank for rank, name in enumerate(sorted(set(batch.sample_ids)))}
+        order = np.array([ranks[name] for name in batch.sample_ids], np.int64)[row]
     return np.stack([order, batch.positions_of(start, row)], axis=1).astype(np.int64)
 
 
@@ -318,7 +318,8 @@ def _sequences(
     batch: TokenBatch, found: segments.Segments, values: Float64
 ) -> tuple[Sequences, Int64]:
     """Return the rows that have model tokens, and each row's index among them."""
-    rows = np.unique(found.table[:, _ROW])
+    row_of_segment = found.table[:, _ROW]
+    rows = row_of_segment[np.diff(row_of_segment, prepend=-1) > 0]
     index = np.full(batch.rows, UNKNOWN, np.int64)
     index[rows] = np.arange(len(rows))
     cover = found.cover.copy()
