@@ -14,8 +14,8 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
-from stagescope_service.statistics.exponentials import exponential
-from stagescope_service.statistics.jit import exact, least, most, prefetch, reduction
+from stagescope_service.statistics.exponentials import exponentials
+from stagescope_service.statistics.jit import exact, fused, least, most, prefetch, reduction
 
 FLOAT64: Final = 0
 FLOAT32: Final = 1
@@ -140,16 +140,33 @@ def positives(p: Float64, q: Float64, n: int, out: Float64) -> None:
 
 
 @reduction
-def zeros(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Count zeros; sum one stream where the other is 0."""
-    p_zero = q_zero = both = p_of_zero = q_of_zero = 0.0
+def _zeros(x: Float64, y: Float64, n: int) -> tuple[float, float]:
+    """Count the zeros of x; sum |y| there."""
+    count = size = 0.0
     for i in range(n):
-        x, y = p[i], q[i]
-        p_zero += 1.0 if x == 0.0 else 0.0
-        q_zero += 1.0 if y == 0.0 else 0.0
-        both += 1.0 if abs(x) + abs(y) == 0.0 else 0.0
-        q_of_zero += abs(y) if x == 0.0 else 0.0
-        p_of_zero += abs(x) if y == 0.0 else 0.0
+        count += 1.0 if x[i] == 0.0 else 0.0
+        size += abs(y[i]) if x[i] == 0.0 else 0.0
+    return count, size
+
+
+@reduction
+def _both_zero(p: Float64, q: Float64, n: int) -> float:
+    both = 0.0
+    for i in range(n):
+        both += 1.0 if abs(p[i]) + abs(q[i]) == 0.0 else 0.0
+    return both
+
+
+@exact
+def zeros(p: Float64, q: Float64, n: int, out: Float64) -> None:
+    """Count zeros; sum one stream where the other is 0. `out` has the maxima."""
+    p_zero = q_zero = both = p_of_zero = q_of_zero = 0.0
+    if out[AT.P_MAX] >= 0.0:
+        p_zero, q_of_zero = _zeros(p, q, n)
+    if out[AT.Q_MAX] >= 0.0:
+        q_zero, p_of_zero = _zeros(q, p, n)
+    if p_zero > 0.0 and q_zero > 0.0:
+        both = _both_zero(p, q, n)
     out[AT.P_ZERO], out[AT.Q_ZERO], out[AT.BOTH_ZERO] = p_zero, q_zero, both
     out[AT.P_LACKS], out[AT.Q_LACKS] = p_zero - both, q_zero - both
     out[AT.P_LACKS_ABS], out[AT.Q_LACKS_ABS] = q_of_zero, p_of_zero
@@ -286,23 +303,31 @@ def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64
     out[AT.V_SUM], out[AT.Q_EXP_SUM] = q_sum - n if q_low else q_sum, q_sum if q_low else q_sum + n
 
 
+@fused
+def _above(less: float, whole: float, em1: float, origin: float) -> float:
+    """Return e^p - 1 - origin, from e^q - 1, e^q and e^d - 1."""
+    return (less - origin) + whole * em1
+
+
 @reduction
-def probability_sums(q: Float64, em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
+def probability_sums(
+    q: Float64, em1: Float64, exp_d: Float64, n: int, less: Float64, whole: Float64, out: Float64
+) -> None:
     """Sum over e^p and e^q; `em1` is e^d - 1, and `exp_d` is e^d if all p are far below 0.
 
-    Deviations are taken of e^p - 1, or of e^p if that has more digits; the same for q.
+    Deviations are taken of e^p - 1, or of e^p if that has more digits; the same for q. `less` and
+    `whole` become e^q - 1 and e^q: the registers do not suffice for their constants and all sums.
     """
+    exponentials(q, n, less, whole)
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
-    less, whole = exponential(q[0])
-    u0 = whole * exp_d[0] if p_low else less + whole * em1[0]
-    v0, a0 = whole if q_low else less, whole * abs(em1[0])
+    u0 = whole[0] * exp_d[0] if p_low else less[0] + whole[0] * em1[0]
+    v0, a0 = whole[0] if q_low else less[0], whole[0] * abs(em1[0])
     sa = saa = su = suu = sv = svv = suv = 0.0
     low = high = a0
     for i in range(n):
-        less, whole = exponential(q[i])
-        a = whole * abs(em1[i])
-        u = whole * exp_d[i] if p_low else less + whole * em1[i]
-        x, y, z = u - u0, (whole if q_low else less) - v0, a - a0
+        a = whole[i] * abs(em1[i])
+        x = whole[i] * exp_d[i] - u0 if p_low else _above(less[i], whole[i], em1[i], u0)
+        y, z = (whole[i] if q_low else less[i]) - v0, a - a0
         low, high = least(low, a), most(high, a)
         sa += z
         saa += z * z

@@ -123,8 +123,7 @@ def exponentials_of_d(x: Float64, n: int, em1: Float64, exp: Float64, out: Float
 
 
 @fused
-def exponential(x: float) -> tuple[float, float]:
-    """Return e^x - 1 and e^x for |x| <= 700, to a few units in the last place."""
+def _exponential(x: float) -> tuple[float, float]:
     bits, r = _reduced(x)
     scale, square = np.int64(bits).view(np.float64), r * r
     # Pairs of terms: a processor waits less for them than for one chain.
@@ -134,6 +133,13 @@ def exponential(x: float) -> tuple[float, float]:
     c = c * square + (_C1 * r + _C0)
     c = c * square + r
     return scale * c + (scale - 1.0), scale * c + scale
+
+
+@fused
+def exponentials(x: Float64, n: int, less: Float64, whole: Float64) -> None:
+    """Compute e^x - 1 and e^x for |x| <= 700, to a few units in the last place."""
+    for i in range(n):
+        less[i], whole[i] = _exponential(x[i])
 
 
 @exact

@@ -86,6 +86,10 @@ class Work(NamedTuple):
     d: Float64
     em1: Float64
     exp_d: Float64
+    less: Float64
+    """e^q - 1."""
+    whole: Float64
+    """e^q."""
     slots: Int32
     carry: Float64
     """The last tokens of the preceding block, see `blocks.lag_sums_across`."""
@@ -181,7 +185,7 @@ def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
     part[AT.W_M2] = part[AT.RATIO_M2]
     narrow = largest <= 700.0 and part[AT.Q_MIN] >= -700.0
     if narrow and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
-        probability_sums(q, em1, exp_d, n, part)
+        probability_sums(q, em1, exp_d, n, work.less, work.whole, part)
     else:
         probability_sums_wide(p, q, em1, exp_d, n, part)
 
@@ -420,6 +424,7 @@ def accumulate(
     """
     work = Work(
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK),
+        np.empty(BLOCK), np.empty(BLOCK),
         np.empty(BLOCK, np.int32),
         np.zeros(5), np.empty(_WIDTH), np.empty(_WIDTH),
     )  # fmt: skip

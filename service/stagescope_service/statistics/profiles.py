@@ -111,8 +111,7 @@ def _sums_of_two(q: Float64, d: Float64, n: int, low: float, middle: float, high
     count = total = size = square = 0.0
     count2 = total2 = size2 = square2 = 0.0
     for i in range(n):
-        above_low, above_middle, above_high = q[i] >= low, q[i] >= middle, q[i] >= high
-        first, second = above_low != above_middle, above_middle != above_high
+        first, second = low <= q[i] < middle, middle <= q[i] < high
         x, y = d[i] if first else 0.0, d[i] if second else 0.0
         count += 1.0 if first else 0.0
         count2 += 1.0 if second else 0.0
