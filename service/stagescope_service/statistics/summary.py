@@ -135,11 +135,13 @@ class Sequences:
         return np.split(cover[:, 1:], bounds)[: len(self)]
 
     def keys(self) -> list[tuple[str, int, int]]:
-        """Return the samples' identity and sort keys: the id, else (source, row)."""
-        return [
-            (sample, 0, 0) if sample else ("", int(source), int(row))
-            for sample, source, row in zip(self.samples, self.source, self.row, strict=True)
-        ]
+        """Return the samples' identity and sort keys."""
+        return [self.key(at) for at in range(len(self))]
+
+    def key(self, at: int) -> tuple[str, int, int]:
+        """Return one sample's key: the id, else (source, row)."""
+        sample = self.samples[at]
+        return (sample, 0, 0) if sample else ("", int(self.source[at]), int(self.row[at]))
 
     def sample_index(self) -> Int64:
         """Return int64 [n]: the index of each fragment's sample in `by_sample`."""
@@ -451,10 +453,9 @@ def _joined(tables: Sequence[Tokens], starts: Sequence[int]) -> Tokens:
 
 def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> Tokens:
     """Sort tokens by (|d| descending if `by_d`, sample, position) and keep the first ones."""
-    keys = sequences.keys()
     size = np.abs(tokens.p - tokens.q) if by_d else np.zeros(len(tokens))
     order = sorted(
         range(len(tokens)),
-        key=lambda i: (-size[i], keys[int(tokens.sequence[i])], int(tokens.position[i])),
+        key=lambda i: (-size[i], sequences.key(int(tokens.sequence[i])), int(tokens.position[i])),
     )
     return tokens.take(np.array(order[:keep], np.int64))
