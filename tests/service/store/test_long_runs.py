@@ -32,6 +32,7 @@ QUESTIONS: Final[dict[str, Callable[[Catalogue, int], object]]] = {
     "artifacts": lambda catalogue, newest: catalogue.artifacts(1, STEP),
     "steps": lambda catalogue, newest: catalogue.steps(1, limit=10),
     "attempts": lambda catalogue, newest: catalogue.attempts("r"),
+    "attempt of a step": lambda catalogue, newest: catalogue.attempt_of_step("r", STEP),
     "newest summary": lambda catalogue, newest: catalogue.newest_summary("r"),
     "steps with files": lambda catalogue, newest: catalogue.kept_steps(1),
     "files to delete": lambda catalogue, newest: catalogue.kept_files(attempt_id=1, limit=10),

@@ -176,8 +176,9 @@ def attempts(
     """Select attempts, newest first: the columns of `ListedAttempt` or `DescribedAttempt`."""
     where = conditions("attempts", run=run, attempt_id=attempt_id, number=number)
     if step is not None:
-        having = sa.select(tables.steps.c.attempt_id).where(tables.steps.c.step == step)
-        where.append(tables.attempts.c.attempt_id.in_(having))
+        # Not by IN: steps are found by attempt and step, and SQLite would read those of all runs.
+        own = tables.steps.c.attempt_id == tables.attempts.c.attempt_id
+        where.append(sa.exists().where(own, tables.steps.c.step == step))
     query = _attempts(with_fingerprint=with_fingerprint, of_run=run is not None).where(*where)
     return query if run is None else query.params({_OF_RUN: run})
 
