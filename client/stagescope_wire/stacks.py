@@ -67,7 +67,7 @@ def read_watchdog(path: str | Path) -> dict[str, Json] | None:
     """Return the fields of a STACKS event from a watchdog's file.
 
     At most `MAX_CHARACTERS` of the file are read. None if there is no such file, or if the
-    watchdog has not fired since it was armed.
+    watchdog has not fired since it was armed, or has not written a thread yet.
 
     Raises:
         Forbidden: the path names no watchdog's file.
@@ -112,6 +112,8 @@ def parse_watchdog(text: str) -> dict[str, Json] | None:
             )  # fmt: skip
         elif threads and line.startswith("  "):
             threads[-1]["stack"].append(line)
+    if not threads:  # it writes line by line
+        return None
     for thread in threads:  # faulthandler writes the innermost frame first
         thread["stack"] = "\n".join(reversed(thread["stack"]))
     work: JsonObject = header.get("work") or {}
