@@ -114,13 +114,16 @@ def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: Li
 def draw_not_finite(
     drawn: go.Figure, marks: Sequence[NotFinite], lines: Sequence[Line], axis: str, *, first: bool
 ) -> None:
-    """Mark values that are not finite, at the height of the largest finite one."""
+    """Mark values that are not finite, at the height of the largest finite one.
+
+    `meta` tells the page, which adds new steps to them: it knows the values of all steps.
+    """
     if not marks:
         return
     top = max((v for line in lines for v in line.values if v is not None), default=1.0)
     drawn.add_scatter(
         uid=trace_id(axis, style.NOT_FINITE), x=[each.step for each in marks], y=[top] * len(marks),
-        mode="markers", yaxis=axis,
+        mode="markers", yaxis=axis, meta={"at_top": True},
         marker={"symbol": "x", "size": 9, "color": style.VERMILLION}, name=style.NOT_FINITE,
         legendgroup=style.NOT_FINITE, showlegend=first, hoverinfo="text",
         hovertext=[

@@ -106,6 +106,30 @@ def test_a_step_with_a_token_that_is_not_finite_is_not_good_in_the_list(visit: V
     assert "not finite" not in visit.page.inner_text(verdict.format(1))
 
 
+def test_marks_of_new_steps_stand_at_the_height_of_the_curve(visit: Visit, live: Service) -> None:
+    rank = Rank(live, run="ill", world_size=1)
+
+    def train(steps: range, loss: float) -> None:
+        for step in steps:
+            rank.stage(LOG_PROB, step, payload(4, 16, seed=step, noise=0.01))
+            rank.stage("actor_update", step, scalars={"loss": loss / step})
+        rank.begin("rollout_generate", steps.stop)
+
+    train(range(1, 4), 0.5)
+    visit.go("#/runs/ill")
+    marks = (
+        "[...document.querySelectorAll('.panel-plot .js-plotly-plot')].flatMap(each => each.data)"
+        ".find(each => each.name === 'not finite')"
+    )
+    visit.page.wait_for_selector(".plot .xtick text")
+    visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+    train(range(4, 5), math.nan)
+    visit.wait_until(f"{marks}?.x.length === 1")
+    train(range(5, 7), math.nan)
+    visit.wait_until(f"{marks}?.x.length === 3")
+    assert visit.page.evaluate(f"[...{marks}.y]") == [0.5, 0.5, 0.5]
+
+
 GROUPS: Final = "[...document.querySelectorAll('.groups summary strong')].map(e => e.textContent)"
 DRAWN: Final = "[...document.querySelectorAll('.groups h3')].map(e => e.firstChild.textContent)"
 FIRST: Final = "[...document.querySelectorAll('figure:not(.groups *) .panel-plot h3')]"

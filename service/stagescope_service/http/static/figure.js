@@ -231,7 +231,25 @@ export function joined(figure, news, step) {
   const { xaxis } = figure.layout;
   if (!isSame || !xaxis.range || frameOf(figure) !== frameOf(news)) return null;
   const range = [xaxis.range[0], Math.max(xaxis.range[1], news.layout.xaxis.range[1])];
-  return { data: [...data, ...added.values()], layout: { ...figure.layout, xaxis: { ...xaxis, range } } };
+  return {
+    data: raised([...data, ...added.values()]),
+    layout: { ...figure.layout, xaxis: { ...xaxis, range } },
+  };
+}
+
+/** Marks at the height of the largest value of their axis: `news` alone may have no value. */
+function raised(data) {
+  const tops = new Map();
+  for (const { yaxis, y, meta } of data) {
+    if (meta?.at_top || !isColumn(y)) continue;
+    const finite = values(y).filter(Number.isFinite);
+    tops.set(yaxis, finite.reduce((top, each) => Math.max(top, each), tops.get(yaxis) ?? -Infinity));
+  }
+  return data.map((trace) => {
+    const top = tops.get(trace.yaxis);
+    return trace.meta?.at_top && Number.isFinite(top)
+      ? { ...trace, y: values(trace.x).map(() => top) } : trace;
+  });
 }
 
 function grownTrace(trace, more, step) {
