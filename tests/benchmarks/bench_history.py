@@ -45,9 +45,9 @@ OLD: Final = 10
 ROUNDS: Final = 30
 RESTARTS: Final = 3
 STREAM: Final = "a reading of /stream"
+"""Of the catalogue alone: once a second, for all listeners."""
 BATCHES: Final = 250
 """Batches whose waits are shown while nothing else is done."""
-"""Of the catalogue alone: once a second, for all listeners."""
 K3: Final = "rollout_corr/k3_kl"
 PATIENCE: Final = 300.0
 """Seconds after which an answer has failed."""

@@ -116,7 +116,8 @@ def draw_not_finite(
 ) -> None:
     """Mark values that are not finite, at the height of the largest finite one.
 
-    `meta` tells the page, which adds new steps to them: it knows the values of all steps.
+    The page adds new steps to them. It knows the values of all steps, so it moves the marks that
+    `meta` names to the largest one.
     """
     if not marks:
         return

@@ -315,8 +315,9 @@ def probability_sums(
 ) -> None:
     """Sum over e^p and e^q; `em1` is e^d - 1, and `exp_d` is e^d if all p are far below 0.
 
-    Deviations are taken of e^p - 1, or of e^p if that has more digits; the same for q. `less` and
-    `whole` become e^q - 1 and e^q: the registers do not suffice for their constants and all sums.
+    Deviations are taken of e^p - 1, or of e^p if that has more digits. The same holds for q. `less`
+    and `whole` become e^q - 1 and e^q. They have a loop of their own, because the registers do not
+    suffice for their constants and all sums.
     """
     exponentials(q, n, less, whole)
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW

@@ -237,7 +237,7 @@ export function joined(figure, news, step) {
   };
 }
 
-/** Marks at the height of the largest value of their axis: `news` alone may have no value. */
+/** Traces whose marks stand at the largest value of their axis; new steps alone may have none. */
 function raised(data) {
   const tops = new Map();
   for (const { yaxis, y, meta } of data) {
