@@ -129,9 +129,28 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     scopes = [Scope(check, total.tokens, 0) for check in found]
     scopes += step.check_slices("rank", step.ranks(ranks))
     scopes += step.check_slices("round", step.rounds())
-    scopes = step.by_edge_tokens(scopes)
+    scopes = _placed_gaps(step.by_edge_tokens(scopes), total, ranks)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes), sure)
+
+
+def _placed_gaps(scopes: Sequence[Scope], total: Cell, ranks: Sequence[RankRow]) -> list[Scope]:
+    """Return the checks without `coverage` of all tokens, if it fails in some ranks and these hold
+    every token that a stream lacks.
+
+    The check of these ranks names them, however large their share of the tokens is.
+    """
+    cells = {(row.role, row.rank): row.cell for row in ranks}
+    for scope in scopes:
+        if scope.check.name == "coverage" and scope.check.ranks:
+            lacking = sum(_lacking(cells[rank]) for rank in scope.check.ranks)
+            if lacking == _lacking(total) and len(scope.check.ranks) < len(cells):
+                return [each for each in scopes if each.check.name != "coverage" or each is scope]
+    return [*scopes]
+
+
+def _lacking(cell: Cell) -> float:
+    return cell[Field.P_LACKS] + cell[Field.Q_LACKS]
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:

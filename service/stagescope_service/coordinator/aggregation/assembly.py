@@ -326,7 +326,8 @@ def _suspects(
     # Several versions are a fact beside any cause, and explain differences by themselves.
     named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
     of_ranks = causes_of_ranks(step_summary.summary, step_summary.ranks, suspects[0].name)
-    places = {cause.check.name: cause.places for cause in of_ranks}
+    places = {check.name: check.ranks for check in named if check.ranks}
+    places |= {cause.check.name: cause.places for cause in of_ranks}
     named += [cause.check for cause in of_ranks]
     return [
         finding(
