@@ -84,7 +84,7 @@ def link(found: Sequence[Diagnosis], history: RunHistory) -> list[Diagnosis]:
         dataclasses.replace(each, evidence=with_begin_of_proven(each.evidence, others))
         for each in found
     ]
-    found = [_since_its_symptoms(each, found) for each in found]
+    found = [_like_its_symptoms(each, found) for each in found]
     found = [_without_explained_firings(each, found, history) for each in found]
     above = _explanations(found)
     linked = [_with_links(each, above[each.rule.name], history) for each in found]
@@ -112,29 +112,41 @@ def link(found: Sequence[Diagnosis], history: RunHistory) -> list[Diagnosis]:
     return sorted(complete, key=lambda each: _key(each, complete))
 
 
-def _since_its_symptoms(cause: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
-    """Return what only captured steps show as begun with the first symptom that it explains.
+def _like_its_symptoms(cause: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
+    """Return what only captured steps show with the begin and the end of what it explains.
 
-    When a step was captured does not say when the fault began. Symptoms of values that are not
-    finite decide; others may have begun earlier for another reason.
+    When a step was captured does not say when the fault began or ended. Symptoms of values that are
+    not finite decide; others may have another reason.
     """
     captured = cause.evidence.since_step
     looked = cause.rule.evidence.parameters.get("looked")
     if looked != "captures" or not cause.is_found or captured is None:
         return cause
-    begins = {
-        each.rule.name: each.evidence.since_step
+    explained = [
+        each
         for each in found
         if each.is_found and _is_declared(cause, each) and _share_ranks(cause, each)
         if each.evidence.since_step is not None
         if each.lasts or (each.evidence.last_step or 0) >= captured
-    }
-    own = [since for name, since in begins.items() if name.startswith(_NOT_FINITE)]
-    since = min(own or begins.values(), default=captured)
-    if since >= captured:
-        return cause
-    evidence = dataclasses.replace(cause.evidence, since_step=since, captured_step=captured)
+    ]
+    own = [each for each in explained if each.rule.name.startswith(_NOT_FINITE)] or explained
+    evidence = _ended_like(cause.evidence, own)
+    since = min((each.evidence.since_step or 0 for each in own), default=captured)
+    if since < captured:
+        evidence = dataclasses.replace(evidence, since_step=since, captured_step=captured)
     return dataclasses.replace(cause, evidence=evidence)
+
+
+def _ended_like(evidence: Evidence, symptoms: Sequence[Diagnosis]) -> Evidence:
+    """Return evidence of captured steps as ended if no symptom lasts, and something says so."""
+    end = evidence.presumed_end
+    if any(each.lasts for each in symptoms) or not (symptoms or end):
+        return evidence
+    lasts = [each.evidence.last_step or 0 for each in symptoms]
+    last = max(lasts if end is None else [*lasts, end.step])
+    why = "its symptoms ended" if end is None else end.why
+    text = f"last seen in step {last}; {why}"
+    return dataclasses.replace(evidence, last_step=last, against=(*evidence.against, text))
 
 
 _NOT_FINITE: Final = "non_finite_"

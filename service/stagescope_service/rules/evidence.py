@@ -75,6 +75,15 @@ class Proof(NamedTuple):
     """Rules whose evidence is better and contradicts it: if one is found, it explains this."""
 
 
+class PresumedEnd(NamedTuple):
+    """The end of what only captured steps show, unless a symptom that it explains lasts."""
+
+    step: int
+    """The last step that shows it."""
+    why: str
+    """Why it is over, as a sentence without a full stop."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """The result of a rule.
@@ -118,6 +127,8 @@ class Evidence:
     """Rules whose tokens were left out of what was examined, so that they do not explain it."""
     captured_step: int | None = None
     """The first captured step that shows it, if it explains symptoms that began before."""
+    presumed_end: PresumedEnd | None = None
+    """Where it seems to have ended, though only captured steps show it; None: nothing says so."""
     is_about: bool = False
     """Whether `since_step` is only about where it began, as it came slowly."""
     proof: Proof | None = None
@@ -308,7 +319,11 @@ def of_rate(
         return evidence.ended_after(steps.tolist(), int(steps[period.last]), 0)
     against: tuple[str, ...] = ()
     if period.share < share:
-        against = (f"{period.share:.0%} of the newest is below {share:.0%}, but within chance",)
+        against = (
+            f"the share in the newest {counted(min(window, len(marked)), 'step')}, "
+            f"{period.share:.0%}, is below the limit of {share:.0%}, but not by more than chance: "
+            "the symptom continues",
+        )
     count = Count(int(marked[period.first :].sum()), int(given[period.first :].sum()), unit)
     return Evidence("found", period.share, since, "", texts, against, count=count)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -22,6 +20,7 @@ from stagescope_service.rules.memory import RunMemory, window_of
 from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
+from stagescope_service.rules.reported import ROWS, KnownReports, ReportedRows
 from stagescope_service.rules.step_rows import STEPS, StepRows
 from stagescope_service.rules.step_slices import StepSlices
 from stagescope_service.rules.steps import CurrentStep, CutOffStep, KeptTensors, MissingRank
@@ -34,6 +33,7 @@ from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import (
     FindingRow,
     LossRow,
+    OperatorTableRow,
     ProcessColumns,
     UnfinishedRank,
     WeightVerdictRow,
@@ -48,9 +48,6 @@ PARTIAL: Final = 200
 """Newest partial steps whose missing ranks are read."""
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
-_ROWS: Final = 20_000
-_FEW: Final = 200
-"""Findings that are read by their ids; if more are new, all are read."""
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
 
@@ -93,6 +90,7 @@ class RunHistory:
             (row for row in rows if attempt in (None, row["number"])), key=lambda row: row["number"]
         )
         self._rows = StepRows(catalogue, self.attempts, last, self._memory)
+        self._reported = ReportedRows(catalogue, self._rows.ids, self._memory)
         self._ids, self._number = self._rows.ids, self._rows.number
         self._slices = StepSlices(catalogue, self._memory, self._rows)
         self.has_weights = lru_cache(maxsize=None)(self._has_weights)
@@ -122,7 +120,6 @@ class RunHistory:
         }
         vars(self).update({name: each for name, each in vars(other).items() if name not in cached})
         self.kept = None
-        self._every_finding, self._every_loss = other._every_finding, other._every_loss
 
     # --- steps ----------------------------------------------------------------------------------
     def earlier_attempts(self) -> Iterator[int]:
@@ -255,9 +252,7 @@ class RunHistory:
     @property
     def newest_attempt_id(self) -> int | None:
         """The catalogue's id of the last step's attempt."""
-        if self._last is not None and self.steps:
-            return self.steps[-1].attempt_id
-        return self._ids[-1] if self._ids else None
+        return self.reports.newest_attempt_id
 
     # --- numbers --------------------------------------------------------------------------------
     def metric(self, name: str) -> Series:
@@ -335,7 +330,7 @@ class RunHistory:
         newest = reversed(self.steps[-NEWEST:])
         for attempt_id, own in groupby(newest, key=lambda step: step.attempt_id):
             steps = [step.step for step in own]
-            found += self._catalogue.token_counts(attempt_id, steps, limit=_ROWS - found.total())
+            found += self._catalogue.token_counts(attempt_id, steps, limit=ROWS - found.total())
         return found
 
     @cached_property
@@ -356,14 +351,14 @@ class RunHistory:
             return []
         rows = self._catalogue.weight_verdicts(self.newest_attempt_id)
         steps = [row for row in rows if row["step"] is not None]
-        known = [row for row in steps if self._is_known(row["step"])]
+        known = [row for row in steps if self.reports.is_known(row["step"])]
         return [row for row in known if since is None or (row["step"] or 0) >= since]
 
     @cached_property
     def canaries(self) -> list[CanaryAgreement]:
         """The canary's versions up to the last step, in order, by engine instance."""
         rows = self._catalogue.canary_agreements(self._ids)
-        known = (row for row in rows if self._is_known(row.step))
+        known = (row for row in rows if self.reports.is_known(row.step))
         return sorted(known, key=lambda row: (self._number[row.attempt_id], row.version))
 
     def _has_weights(self, attempt: int) -> bool:
@@ -373,14 +368,29 @@ class RunHistory:
     def has_compared_weights(self) -> bool:
         """Return whether weights of both sides of a sync were compared, up to the last step."""
         verdicts = (row for each in self._ids for row in self._catalogue.weight_verdicts(each))
-        return any(row["agree"] or row["differ"] for row in verdicts if self._is_known(row["step"]))
+        return any(
+            row["agree"] or row["differ"] for row in verdicts if self.reports.is_known(row["step"])
+        )
 
     def has_operators(self) -> bool:
         """Return whether operators of a step up to the last one were captured."""
         steps = (
             step for each in self._ids for step in self._catalogue.operator_steps(each, limit=STEPS)
         )
-        return any(map(self._is_known, steps))
+        return any(map(self.reports.is_known, steps))
+
+    def captured_after(self, attempt: int, step: int) -> CurrentStep | None:
+        """Return the newest current captured step after a step, by the number of its attempt."""
+        for attempt_id in reversed(self._ids):
+            number = self._number[attempt_id]
+            for found in self._catalogue.operator_steps(attempt_id, limit=STEPS):
+                if (number, found) > (attempt, step) and self.attempt_of(found) == number:
+                    return CurrentStep(found, attempt_id, number, None, ())
+        return None
+
+    def operators(self, attempt_id: int, step: int) -> list[OperatorTableRow]:
+        """Return the operator tables of a step."""
+        return self._catalogue.operators(attempt_id, step)
 
     def _has_syncs(self, attempt: int) -> bool:
         found = (id for id, number in self._number.items() if number == attempt)
@@ -388,75 +398,23 @@ class RunHistory:
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
+    def reports(self) -> KnownReports:
+        """The findings and the lost data that were known at the last step."""
+        return KnownReports(self._reported, self._rows, self._last)
+
+    @property
     def findings(self) -> list[FindingRow]:
-        """The findings of current steps up to the last one, the most recently seen first."""
-        every, newest = self.every_finding, self.newest_attempt_id
-        return [row for row in every if row["attempt_id"] == newest or self._is_current(row)]
+        """The findings of current steps, the most recently seen first."""
+        return self.reports.findings
+
+    @property
+    def losses(self) -> list[LossRow]:
+        """Announced data of current steps that never arrived."""
+        return self.reports.losses
 
     def findings_of(self, kinds: Iterable[str]) -> list[FindingRow]:
         """Return those of some kinds (patterns with `*`), in the same order."""
-        chosen = [
-            rows
-            for kind, rows in self._by_kind.items()
-            if any(fnmatch.fnmatchcase(kind, each) for each in kinds)
-        ]
-        if len(chosen) < 2:
-            return [row for _, row in chosen[0]] if chosen else []
-        return [row for _, row in sorted(chain(*chosen), key=itemgetter(0))]
-
-    @cached_property
-    def _by_kind(self) -> Mapping[str, list[tuple[int, FindingRow]]]:
-        """Kind -> its findings, each with its place among all."""
-        found: dict[str, list[tuple[int, FindingRow]]] = defaultdict(list)
-        for place, row in enumerate(self.findings):
-            found[row["kind"]].append((place, row))
-        return found
-
-    @property
-    def every_finding(self) -> list[FindingRow]:
-        """The same, with findings of repeated steps and of attempts that are over."""
-        if self._last is None:
-            return self._every_finding
-        return [row for row in self._every_finding if self._is_known(row["step"])]
-
-    @cached_property
-    def losses(self) -> list[LossRow]:
-        """Announced data of current steps that never arrived, up to the last step."""
-        known = (row for row in self._every_loss if self._is_known(row["step"]))
-        return [row for row in known if self._is_current(row)]
-
-    @cached_property
-    def _every_finding(self) -> list[FindingRow]:
-        def read(ids: Sequence[str]) -> Mapping[str, FindingRow]:
-            chosen = ids if len(ids) < _FEW else None
-            rows = self._catalogue.findings(attempt_id=self._ids, finding_id=chosen, limit=_ROWS)
-            return {row["finding_id"]: row for row in rows}
-
-        if not self._ids:
-            return []
-        marks = self._catalogue.finding_marks(self._ids, limit=_ROWS)
-        return [*self._memory.findings.of(marks, read).values()]
-
-    @cached_property
-    def _every_loss(self) -> list[LossRow]:
-        return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
-
-    def _is_known(self, step: int | None) -> bool:
-        """Return whether the history includes a step; None (no step) is always included."""
-        return self._last is None or step is None or step <= self._last
-
-    def _is_current(self, row: FindingRow | LossRow) -> bool:
-        """Return whether a row is current; without a step it is as current as its attempt."""
-        attempt_id, step = row["attempt_id"], row["step"]
-        newest = self.newest_attempt_id
-        if attempt_id is None:
-            return False
-        number = self._number[attempt_id]
-        if newest is None or number >= self._number[newest]:
-            return True
-        if step is None or self._rows.is_discarded(number, step):
-            return False
-        return self._attempt_of.get(step, number) <= number
+        return self.reports.of(kinds)
 
     def settings(self, name: str) -> Mapping[str, object]:
         """Return a settings table of the newest attempt that has one."""

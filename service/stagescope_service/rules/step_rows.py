@@ -73,6 +73,11 @@ class StepRows:
                     break
         return found[::-1]
 
+    def newest_step_of(self, attempt_id: int) -> int | None:
+        """Return the newest step of an attempt, current or not, also after the last one of these;
+        None: it has none."""
+        return next((row["step"] for row in self._catalogue.steps(attempt_id, limit=1)), None)
+
     def is_discarded(self, number: int, step: int) -> bool:
         """Return whether an attempt later than `number` resumed before a step."""
         resumed_from = self._resumed

@@ -14,6 +14,7 @@ from tests.support.command_line import invoke
 from tests.support.stores import write
 
 from stagescope_service.core.findings import finding
+from stagescope_service.store.contract import Put
 
 STAGE: Final = "actor_compute_log_prob"
 
@@ -226,6 +227,14 @@ def report(live: Service, run: str, kind: str, text: str = "so", **fields: Any) 
     attempt_id = live.catalogue.attempts(run)[0]["attempt_id"]
     place: Any = {"run": run, "attempt_id": attempt_id, "step": 5, "wall": 1.0}
     write(live.store, finding(kind, text, **{**place, **fields}))
+
+
+def put_operators(live: Service, run: str, step: int, **fields: Any) -> None:
+    """Let a capture of a run's newest attempt record operators in a step."""
+    attempt_id = live.catalogue.attempts(run)[0]["attempt_id"]
+    key = {"incarnation": "i", "work_key": f"{run}-{step}", "capture_id": f"{run}-{step}"}
+    place: Any = {"attempt_id": attempt_id, "step": step, "certain": True}
+    write(live.store, Put("operators", {**key, **place, **fields}))
 
 
 def shown_by(live: Service, *command: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from tests.service.rules.planted import (
     Batch,
     and_scalars,
     diagnosed,
     found_in,
     proved_by,
+    put_operators,
     report,
     rows_of,
     since,
@@ -58,6 +62,51 @@ def test_a_nan_is_one_cause_and_its_operator_may_be_captured_later(live: Service
     assert operator["next"][0].startswith("stagescope non-finite 11 ")
     assert rows["non_finite_log_probs"]["cause"] == "non_finite_operator"
     assert rows["streams_lack_values"]["cause"] == "non_finite_operator"
+
+
+def test_a_captured_operator_ends_with_its_symptoms(live: Service) -> None:
+    """Nobody captured a step after the restart, and all values are finite again."""
+
+    def not_finite(batch: Batch) -> None:
+        if batch.rank == 1:
+            batch.p[:, ::4] = np.nan
+
+    train(live, "mended", since(4, not_finite), steps=range(1, 13))
+    report(live, "mended", "non_finite_operator", step=8, severity="error", role="actor", rank=1)
+    train(live, "mended", steps=range(13, 24), key="a2", start=9_000.0)
+    assert not live.get("/runs/mended/diagnosis", step=15)["healthy"]
+    answer = live.get("/runs/mended/diagnosis")
+    assert answer["healthy"]
+    operator = next(row for row in answer["rows"] if row["rule"] == "non_finite_operator")
+    assert (operator["since_step"], operator["last_step"]) == (4, 12)
+    assert operator["sentence"].endswith("sick since step 4, last seen in step 12")
+
+
+@pytest.mark.parametrize(("calls", "last_step"), [(40, 14), (10, None)])
+def test_a_later_capture_of_the_same_calls_ends_an_operator(
+    calls: int, last_step: int | None, live: Service
+) -> None:
+    """A capture of a few modules says nothing about the others."""
+    run = f"again-{calls}"
+    place: dict[str, Any] = {"role": "actor", "rank": 1, "stage": "actor_update"}
+    train(live, run, steps=range(1, 20))
+    report(live, run, "non_finite_operator", step=14, severity="error", **place)
+    put_operators(live, run, 14, calls=40, first_non_finite={"name": "x"}, **place)
+    put_operators(live, run, 17, calls=calls, first_non_finite=None, **place)
+    row = rows_of(live, run)["non_finite_operator"]
+    assert (row["verdict"], row["last_step"]) == ("found", last_step)
+
+
+def test_an_operator_of_an_earlier_attempt_is_not_that_of_the_newest(live: Service) -> None:
+    """Nothing but the capture ever showed it, and the restart changed the processes."""
+    train(live, "old", steps=range(1, 10))
+    report(live, "old", "non_finite_operator", step=8, severity="error", role="actor", rank=1)
+    train(live, "old", steps=range(10, 16), key="a2", start=9_000.0)
+    row = rows_of(live, "old", step=12)["non_finite_operator"]
+    assert row["last_step"] is None
+    assert row["against"] == ["attempt 2 did not capture these ranks"]
+    row = rows_of(live, "old")["non_finite_operator"]
+    assert (row["last_step"], row["sentence"].split(", ")[-1]) == (8, "last seen in step 8")
 
 
 def test_a_captured_operator_begins_with_no_symptom_that_is_another_s(live: Service) -> None:

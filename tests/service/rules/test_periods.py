@@ -150,7 +150,10 @@ def test_what_holds_although_the_newest_steps_are_fewer_says_so() -> None:
     marks = [1.0] * 20 + [0.0, 1.0] * 2 + [0.0] * 2
     found = beyond(series(marks), 0.5, WINDOW, 0.7)
     assert (found.verdict, found.since_step) == ("found", 1)
-    assert found.against == ("60% of the newest is below 70%, but within chance",)
+    assert found.against == (
+        "the share in the newest 10 steps, 60%, is below the limit of 70%, but not by more than "
+        "chance: the symptom continues",
+    )
 
 
 # --- statistics of the evidence ---------------------------------------------------------------

@@ -23,6 +23,7 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.rules.steps import CutOffStep, MissingRank
 from stagescope_service.rules.symptoms.canary import of_canary
+from stagescope_service.rules.symptoms.captured import of_captures
 from stagescope_service.rules.symptoms.rows import (
     detail_of,
     first_of,
@@ -53,8 +54,8 @@ def finding(
         causes: codes in the evidence's field `cause`; empty: any, or none.
         looked: when the service looks for them: in every step, where weights were recorded, in
             captures, or in a canary's versions. Steps in which it did not look say nothing about
-            whether they ended. Weights and versions that agree afterwards end them at once. Where
-            it never looked, the findings are not measured.
+            whether they ended. Weights and versions that agree afterwards end them at once; see
+            `of_captures` for captures. Where it never looked, the findings are not measured.
         pairs: of a canary's arms, one of which must be compared; empty: any canary will do.
     """
     every = history.findings_of(kinds)
@@ -70,8 +71,10 @@ def finding(
     found = found_in(history, rows, messages(history, rows))
     if looked == "every step":
         return found
+    if looked == "captures":
+        return of_captures(history, rows, found)
     last = max((row["step"] for row in rows if row["step"] is not None), default=None)
-    after = history.compared_weights(last + 1) if looked == "weights" and last is not None else ()
+    after = () if last is None else history.compared_weights(last + 1)
     right = (row for row in after if not (row["differ"] or row["missing"]))
     agreed = next((row for row in right if row["agree"]), None)
     if agreed is None:
@@ -112,7 +115,7 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         history: of the run.
         kinds: of the findings; those of the first kind say why, and are listed first.
     """
-    rows = [row for row in history.every_finding if row["kind"] in kinds]
+    rows = [row for row in history.reports.every if row["kind"] in kinds]
     held = [
         row
         for row in rows
@@ -229,7 +232,7 @@ def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
     """Return the stages that the end of a process cut off, without interrupted processes."""
     interrupted = {
         (row["attempt_id"], row["role"], row["rank"])
-        for row in history.every_finding
+        for row in history.reports.every
         if row["kind"] == "process_interrupted"
     }
     return [

@@ -9,6 +9,7 @@ from stagescope_service.rules.document import DEFAULT_COOLDOWN
 from stagescope_service.rules.evidence import ENDED_AFTER, Evidence, listed
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.store.tables import FindingRow, LossRow
+from stagescope_wire.render import counted, numbers_text
 
 TRIGGER: Final = "trigger_"
 """Prefix of the kinds of findings that triggers' rules make."""
@@ -20,9 +21,29 @@ def detail_of(row: FindingRow, name: str) -> Any:
 
 
 def messages(history: RunHistory, rows: list[FindingRow]) -> list[str]:
-    """Sort findings by step; return what the first ones say."""
+    """Sort findings by step; return what the first ones say, with the steps of those that say the
+    same."""
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
-    return first_of([f"{of_earlier(history, row)}{row['message']}" for row in rows], 3, "findings")
+    same: dict[str, list[int | None]] = {}
+    for row in rows:
+        same.setdefault(f"{of_earlier(history, row)}{row['message']}", []).append(row["step"])
+    shown = [
+        text if len(steps) == 1 else f"{text} ({_repeated(steps)})" for text, steps in same.items()
+    ]
+    said = sum(map(len, [*same.values()][:_SHOWN]))
+    more = len(rows) - said
+    return [*shown[:_SHOWN], *([f"and {counted(more, 'more finding')}"] if more else [])]
+
+
+_SHOWN: Final = 3
+"""Findings whose texts are shown."""
+
+
+def _repeated(steps: Sequence[int | None]) -> str:
+    """Return where several findings say the same."""
+    known = sorted({step for step in steps if step is not None})
+    count = counted(len(steps), "finding")
+    return f"{count}, steps {numbers_text(known)}" if len(known) > 1 else count
 
 
 def first_of(lines: Sequence[str], most: int, noun: str) -> list[str]:
