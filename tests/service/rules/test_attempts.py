@@ -24,6 +24,9 @@ from tests.service.rules.planted import (
     train,
 )
 from tests.support.api import Rank, Service
+from tests.support.stores import write
+
+from stagescope_service.store.contract import Put
 
 SINCE_12: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "rank": ("rank_apart", {"change": since(12, lambda batch: rank_two(batch))}),
@@ -341,3 +344,25 @@ def test_an_answer_says_what_was_asked_and_what_was_not_examined(live: Service) 
     assert said(step=0) == nothing.format("", "step 0 was not reported, the first step is 6")
     assert said(attempt=2) == nothing.format(", attempt 2", "step 9 is not closed")
     assert said(attempt=3) == nothing.format(", attempt 3", "no step was reported")
+
+
+def test_an_earlier_step_knows_nothing_of_what_came_later(live: Service) -> None:
+    """Neither findings without a step, nor lost data. Ends of attempts: `test_silence.py`."""
+    train(live, "then", steps=range(1, 13))
+    attempt_id = live.catalogue.attempts("then")[0]["attempt_id"]
+    closed = {row["step"]: row["closed_wall"] for row in live.catalogue.steps(attempt_id)}
+    early, late = (float(closed[step] or 0.0) for step in (4, 11))
+    report(live, "then", "payload_dropped", "early", step=None, severity="error", wall=early)
+    report(live, "then", "time_jumped", "late", step=None, severity="error", wall=late)
+    lost = {"loss_id": "late", "run": "then", "attempt_id": attempt_id, "kind": "payload"}
+    write(live.store, Put("losses", {**lost, "reason": "no room", "count": 1, "wall": late}))
+    known = {
+        step: (set(answer["unexplained"]), found_in({row["rule"]: row for row in answer["rows"]}))
+        for step in (3, 5, 12)
+        for answer in [live.get("/runs/then/diagnosis", step=step)]
+    }
+    assert known == {
+        3: (set(), set()),
+        5: ({"payload_dropped"}, set()),
+        12: ({"payload_dropped", "time_jumped"}, {"payloads_lost"}),
+    }

@@ -163,6 +163,7 @@ def fell_silent(history: RunHistory) -> list[ListedAttempt]:
     return [
         row
         for row in silent
+        if history.reports.is_last_of(row["attempt_id"])
         if any(not process["raw"] for process in history.processes(row["attempt_id"]))
     ]
 
