@@ -137,6 +137,27 @@ def test_the_step_in_which_a_training_died_is_named(live: Service) -> None:
     ]
 
 
+@pytest.mark.parametrize(("first", "last_step"), [(1, "not found"), (STOPS, STOPS - 1)])
+def test_the_silent_end_of_an_attempt_is_past_after_a_restart(
+    first: int, last_step: int | str, live: Service
+) -> None:
+    """It is no symptom at all if the restart began with the first step."""
+    run = f"restarted-{first}"
+    dead = [Rank(live, run=run, rank=rank, world_size=2) for rank in range(2)]
+    for step in range(1, STOPS):
+        live.engine.take_together([each.draft_stage(STAGE, step) for each in dead])
+    for each in dead:
+        live.engine.fall_silent(each)
+    begin = max(each.clock for each in dead) + 60.0
+    ranks = [
+        Rank(live, run=run, rank=rank, world_size=2, key="a2", start=begin) for rank in range(2)
+    ]
+    for step in range(first, first + 8):
+        live.engine.take_together([each.draft_stage(STAGE, step) for each in ranks])
+    row = rows_of(live, run)["processes_failed"]
+    assert last_step in (row["verdict"], row["last_step"])
+
+
 def test_a_training_that_finished_is_not_quiet(live: Service) -> None:
     ranks = [Rank(live, run="done", rank=rank, world_size=2) for rank in range(2)]
     for step in range(1, STOPS):

@@ -157,9 +157,14 @@ def quiet(history: RunHistory, *, least: float) -> Evidence:
 def fell_silent(history: RunHistory) -> list[ListedAttempt]:
     """Return the attempts whose processes stopped reporting, and said nothing of an end.
 
-    Raw calls never say it.
+    Raw calls never say it. Attempts whose steps were all repeated do not count.
     """
-    silent = [row for row in history.attempts if row["end_reason"] == SILENT]
+    current = {step.attempt_id for step in history.steps} | {history.newest_attempt_id}
+    silent = [
+        row
+        for row in history.attempts
+        if row["end_reason"] == SILENT and row["attempt_id"] in current
+    ]
     return [
         row
         for row in silent
