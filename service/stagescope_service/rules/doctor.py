@@ -110,7 +110,7 @@ def add_earlier(
     """
     asked = [each.rule for each in found if _is_asked(each.evidence, history, attempt)]
     shown = {
-        each.rule.name: _before(attempt, each.evidence, last)
+        each.rule.name: _before(attempt, each, last)
         for each in diagnose(earlier, asked)
         if each.evidence.verdict == "found"
     }
@@ -131,13 +131,14 @@ def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
     return begun_in is not None and begun_in > attempt
 
 
-def _before(attempt: int, shown: Evidence, last: int | None) -> EarlierSymptom:
+def _before(attempt: int, symptom: Diagnosis, last: int | None) -> EarlierSymptom:
+    shown = symptom.evidence
     until = last if shown.last_step is None else shown.last_step
     had = "ended with it" if until is None else f"had it up to step {until}"
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
     text = f"attempt {attempt} {had}{since}{first}"
-    return EarlierSymptom(attempt, shown.since_step, text, is_end=until is None)
+    return EarlierSymptom(attempt, shown.since_step, text, until is None, symptom.is_cause)
 
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:

@@ -34,6 +34,8 @@ class EarlierSymptom(NamedTuple):
     """The attempt, the steps, and the first sentence of its evidence."""
     is_end: bool
     """Whether the attempt ended with it."""
+    is_cause: bool
+    """Whether no other symptom of the attempt explains it."""
 
 
 class Count(NamedTuple):

@@ -209,11 +209,11 @@ _KINDS: Final = 3
 
 
 def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
-    """Return the symptoms that earlier attempts showed, as sentences; "" for none."""
+    """Return the causes that earlier attempts showed, as sentences; "" for none."""
     by_attempt: dict[tuple[int, bool], list[str]] = {}
     for each in rows:
         before = each.evidence.before
-        if before is not None and each.evidence.verdict != "found":
+        if before is not None and before.is_cause and each.evidence.verdict != "found":
             since = "" if before.since_step is None else f", since step {before.since_step}"
             key = before.attempt, before.is_end
             by_attempt.setdefault(key, []).append(each.rule.title + since)
