@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -18,17 +19,30 @@ from stagescope_service.rules.doctor import rulebook
 from stagescope_wire.errors import NotFound
 
 
-def score(running: Service, run: str, versions: int = 5) -> tuple[Rank, Rank]:
+def score(
+    running: Service,
+    run: str,
+    versions: Iterable[int] = range(5),
+    *,
+    source: str = "vllm-0",
+    **start: Any,
+) -> tuple[Rank, Rank]:
     """Healthy versions of a trainer and an engine."""
-    actor = Rank(running, run=run, world_size=1)
-    engine = Rank(running, run=run, role="rollout", world_size=1)
-    for version in range(versions):
-        scored(actor, engine, version)
+    actor = Rank(running, run=run, world_size=1, **start)
+    engine = Rank(running, run=run, role="rollout", world_size=1, **start)
+    for version in versions:
+        scored(actor, engine, version, source=source)
     return actor, engine
 
 
 def scored(
-    actor: Rank, engine: Rank, version: int, serves: int | None = None, *, has_step: bool = True
+    actor: Rank,
+    engine: Rank,
+    version: int,
+    serves: int | None = None,
+    *,
+    has_step: bool = True,
+    source: str = "vllm-0",
 ) -> None:
     """One version; the engine has the weights of the version `serves`."""
     settings = {"dtype": "bfloat16", "temperature": 1.0}
@@ -40,7 +54,7 @@ def scored(
     fixed = arm(noisy(model(version if serves is None else serves), version))
     checks = [["tokenizer", True, "BOS 1 on both sides"]]
     engine.say(
-        "canary", policy_version=version, side="engine", source="vllm-0", settings=settings,
+        "canary", policy_version=version, side="engine", source=source, settings=settings,
         arms={"fixed": fixed, "again": fixed}, checks=checks, seconds=0.25,
     )  # fmt: skip
 
@@ -151,6 +165,17 @@ def test_the_first_version_that_agrees_ends_a_symptom(running: Service) -> None:
     [found] = [row for row in rows if row["verdict"] == "found"]
     assert (found["since_step"], found["last_step"]) == (6, 6)
     assert "last seen in step 6; the canary of version 6 agrees" in found["against"]
+
+
+def test_an_engine_that_a_restart_named_otherwise_ends_the_symptom_of_the_old_one(
+    running: Service,
+) -> None:
+    actor, engine = score(running, "renamed")
+    scored(actor, engine, 5, serves=2)
+    score(running, "renamed", range(6, 14), source="vllm-1", key="a2", start=9_000.0)
+    rows = running.get("/runs/renamed/diagnosis")["rows"]
+    [found] = [row for row in rows if row["verdict"] == "found"]
+    assert (found["rule"], found["last_step"]) == ("engine_weights", 6)
 
 
 def test_a_run_without_steps_has_versions(running: Service) -> None:

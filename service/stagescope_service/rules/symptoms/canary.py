@@ -77,13 +77,16 @@ def of_canary(history: RunHistory, rows: Sequence[FindingRow]) -> Evidence:
 
 def _jumps(history: RunHistory, engine: str, rows: Sequence[FindingRow]) -> _Jumps:
     of = {row["finding_id"]: _version_of(history, row) for row in rows}
+    replaced = _attempts_without(history, engine, max(of.values()))
     pairs = {pair["pair"] for row in rows for pair in detail_of(row, "pairs") or ()}
     breaks = max(int(detail_of(row, "ends_after") or 1) for row in rows)
     shown = {*of.values()}
     agreed = {
-        _version(history, row.attempt_id, row.version)
+        version
         for row in history.canaries
-        if row.source == engine and (row.pairs & pairs if pairs else row.pairs)
+        for version in [_version(history, row.attempt_id, row.version)]
+        if row.source == engine or version.attempt in replaced
+        if (row.pairs & pairs if pairs else row.pairs)
     } - shown
     begin, after = min(shown), list[_Version]()
     for each in sorted(shown | agreed):
@@ -98,6 +101,17 @@ def _jumps(history: RunHistory, engine: str, rows: Sequence[FindingRow]) -> _Jum
         len(after) >= breaks,
         after,
     )
+
+
+def _attempts_without(history: RunHistory, engine: str, last: _Version) -> set[int]:
+    """Return the attempts after a version whose canary knows other engine instances alone.
+
+    A restart may give the same engine another name, such as a URL with another port.
+    """
+    names: dict[int, set[str]] = defaultdict(set)
+    for row in history.canaries:
+        names[history.number_of(row.attempt_id)].add(row.source)
+    return {number for number, own in names.items() if number > last.attempt and engine not in own}
 
 
 def _version_of(history: RunHistory, row: FindingRow) -> _Version:
