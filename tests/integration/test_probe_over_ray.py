@@ -65,7 +65,7 @@ def make_coordinator() -> type:
             }  # fmt: skip
 
         async def drain(
-            self, *, run: Any, timeout: float, attempt_key: str | None = None
+            self, *, run: Any, timeout: float, attempt_key: str | None = None, **_: object
         ) -> dict[str, object]:
             self.drained.append((run, attempt_key))
             return {"run": run, "drained": True, "pending": 0}

@@ -233,7 +233,14 @@ class FakeLink:
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+    def drain(
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        *,
+        ended_by: JsonObject | None = None,
+    ) -> JsonObject:
         return {"run": run, "drained": True, "pending": 0}
 
     def close(self) -> None:

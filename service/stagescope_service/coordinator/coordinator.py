@@ -161,10 +161,15 @@ class Coordinator:
 
     @checked
     async def drain(
-        self, *, run: Name | None, timeout: Seconds = 30.0, attempt_key: Name | None = None
+        self,
+        *,
+        run: Name | None,
+        timeout: Seconds = 30.0,
+        attempt_key: Name | None = None,
+        ended_by: Fields | None = None,
     ) -> JsonObject:
         """Wait until nothing of a run, or of any run (None), is left to read; see `Draining`."""
-        return await self.parts.draining.drain(run, timeout, attempt_key)
+        return await self.parts.draining.drain(run, timeout, attempt_key, ended_by)
 
     @property
     def raw_calls(self) -> RawCalls:

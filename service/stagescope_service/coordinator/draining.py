@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import math
 import uuid
 from collections import Counter
 from typing import Final
@@ -20,10 +21,13 @@ from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.core.instructions import Instruction
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_wire.errors import CatalogueUnavailable, NotReady
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import FINISH
 
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact until a process that was requested to leave counts as gone."""
+_CUT_OFF: Final = "its process ended with the driver"
+_ENDED: Final = "its process ended without a report"
 _MAX_NAMED: Final = 20
 _NOT_ARRIVED: Final = ("event", "payload", "scalar")
 """Kinds of lost data that a process had handed over."""
@@ -61,17 +65,22 @@ class Draining:
         self._requests: dict[str, _Request] = {}
 
     async def drain(
-        self, run: str | None, timeout: float, attempt_key: str | None = None
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        ended_by: JsonObject | None = None,
     ) -> Drained:
         """Wait until no payload of a run, or of any run (None), is pending.
 
         With an attempt key, the training of that start is over. Each of its processes is requested
-        to leave, and does so once it has sent everything.
+        to leave, and does so once it has sent everything. `ended_by` describes the exception that
+        ended its driver (the fields of a FINISH): then no process outlives this call.
         """
         deadline = self._mono() + timeout
         missing: list[str] = []
         if attempt_key is not None:
-            missing = await self._leave(run, attempt_key, deadline)
+            missing = await self._leave(run, attempt_key, deadline, ended_by)
         while pending := self._state.pending(run):
             left = deadline - self._mono()
             if left <= 0:
@@ -117,9 +126,15 @@ class Draining:
         named = sorted(counts.items(), key=str)[:_MAX_NAMED]
         return [f"{role} rank {rank}: {kind}s {count}" for (role, rank, kind), count in named]
 
-    async def _leave(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
+    async def _leave(
+        self, run: str | None, attempt_key: str, deadline: float, ended_by: JsonObject | None
+    ) -> list[str]:
         """Request the processes of a start to leave; return those that did not, or are missing."""
         unknown_until = min(deadline, self._mono() + _LEAVE_SECONDS)
+        if ended_by is not None:
+            unknown_until = -math.inf  # a driver that ends does not wait for what may never come
+            wall = self._wall()
+            await self._runner.carry_out(self._state.driver_ended(run, attempt_key, ended_by, wall))
         for incarnation in [*self._requests]:
             process = self._state.registry.processes.get(incarnation)
             if process is None or not process.live:
@@ -131,7 +146,7 @@ class Draining:
             missing = [*itertools.islice(named, _MAX_NAMED)]
             waited = [each for each in present if not self._does_not_answer(each)]
             left = (deadline if attempts else unknown_until) - self._mono()
-            may_come = any(not spoke for _, _, spoke in missing)
+            may_come = ended_by is None and any(not spoke for _, _, spoke in missing)
             # A named run may belong to another job: then no process is requested to leave.
             nobody = not attempts and run is not None and self._state.registry.is_known(run)
             if left <= 0 or nobody or (attempts and not waited and not may_come):
@@ -140,12 +155,13 @@ class Draining:
             await self._commits.wait([name], min(left, 0.2))
         out: list[Instruction] = []
         for process in present:
-            if self._does_not_answer(process):
+            is_cut_off = ended_by is not None and process.live
+            if is_cut_off or self._does_not_answer(process):
                 # The driver that calls this has ended the run, if it had not ended before.
-                wall = self._wall()
-                out += departures.leave(self._state.registry, process, wall, finished=True)
+                wall, why = self._wall(), _CUT_OFF if is_cut_off else _ENDED
+                out += departures.leave(self._state.registry, process, wall, finished=True, why=why)
                 process.finish_seq = process.begun_seq
-                del self._requests[process.incarnation]
+                self._requests.pop(process.incarnation, None)
         await self._runner.carry_out(out)
         ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
         ranks |= dict.fromkeys((process.role, process.rank) for process in present)

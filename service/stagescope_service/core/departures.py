@@ -49,8 +49,9 @@ def leave(
     finished: bool,
     own: float | None = None,
     lost_nodes: Collection[str] = (),
+    why: str = "its process reported its end",
 ) -> list[Instruction]:
-    """Mark a process as gone: it finished (`finished`) or its lease lapsed.
+    """Mark a process as gone: it finished (`finished`, and `why`) or its lease lapsed.
 
     `wall` is the service's clock, `own` the process's clock if it reported its end itself. The Ray
     cluster lost the nodes `lost_nodes`.
@@ -64,7 +65,8 @@ def leave(
         process.lapsed = True
     column = "finished_wall" if finished else "lapsed_wall"
     out: list[Instruction] = [process_row(process, **{column: process.left_wall})]
-    why = "its process reported its end" if finished else _silence(process, lost_nodes)
+    if not finished:
+        why = _silence(process, lost_nodes)
     out += abandon(attempt, process, wall, why)
     out += operator_tables.cut_off(attempt, process, wall, why)
     if not finished:

@@ -337,6 +337,8 @@ class Attempt:
     crashed: bool = False
     #: One of its processes said that it was interrupted.
     interrupted: bool = False
+    #: Its driver said that an exception or an interruption ended it: other processes end with it.
+    cut_off: bool = False
 
     def add(self, process: Process) -> None:
         """Add a process."""

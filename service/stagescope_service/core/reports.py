@@ -381,6 +381,27 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
     ]
 
 
+def driver_end(attempt: Attempt, fields: JsonObject, wall: float) -> Put:
+    """Return the finding of a driver that an exception ended, and mark its attempt."""
+    interrupted = is_interruption(fields)
+    attempt.cut_off = True
+    if interrupted:
+        attempt.interrupted = True
+    else:
+        attempt.crashed = True
+    step = attempt.top_step
+    reached = "before any step" if step is None else f"in step {step}"
+    ended = f"was interrupted {reached}" if interrupted else f"ended {reached} by an exception"
+    return finding(
+        "process_interrupted" if interrupted else "process_crashed",
+        f"the driver of the training {ended}: {_error(fields)}. Ray ends the ranks with it",
+        **of_attempt(attempt, wall),
+        severity="info" if interrupted else "error",
+        step=step,
+        advice=_STOPPED if interrupted else "the driver's log holds the traceback",
+    )
+
+
 _STOPPED: Final = "the training was stopped (for example with Ctrl-C): nothing failed"
 _INTERRUPTIONS: Final = ("KeyboardInterrupt", "CancelledError")
 """Exceptions that mean an interruption; raw callers report nothing else about it."""

@@ -48,6 +48,7 @@ from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.weights import records as weight_records
 from stagescope_wire.errors import NotReady
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import CANARY, WEIGHTS, Event, Sender, Work
 
 FINDINGS_REMEMBERED: Final = 10_000
@@ -349,6 +350,13 @@ class State:
         out += steps.open_step(attempt, work.step, ours)[1]
         out += steps.close_due(attempt, ours)
         return attempt, out
+
+    def driver_ended(
+        self, run: str | None, key: str, fields: JsonObject, wall: float
+    ) -> list[Instruction]:
+        """Apply the exception that ended the driver of a start (the fields of a FINISH)."""
+        attempts = [each for each in self.registry.of_key(run, key) if not each.over]
+        return self._noted([reports.driver_end(each, fields, wall) for each in attempts])
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(

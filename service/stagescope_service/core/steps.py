@@ -120,7 +120,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     last = [each for each in gone if not each.replaced and not (probes and each.raw)]
     stopped = INTERRUPTED if attempt.interrupted else FINISHED
     reason = CRASHED if attempt.crashed else stopped
-    if not all(process.finished for process in last):
+    if not (attempt.cut_off or all(process.finished for process in last)):
         reason = SILENT
     if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
         return []
@@ -136,6 +136,11 @@ def _left_on_our_clock(process: Process) -> float:
 def took_leave(attempt: Attempt) -> bool:
     """Return whether the attempt is over because all its processes reported their end."""
     return attempt.over and attempt.end_reason in (FINISHED, INTERRUPTED, CRASHED)
+
+
+def stopped_midway(attempt: Attempt) -> bool:
+    """Return whether the attempt is over because its driver was cut off, or without any report."""
+    return attempt.over and (attempt.cut_off or not took_leave(attempt))
 
 
 def resume(attempt: Attempt, process: Process) -> list[Instruction]:

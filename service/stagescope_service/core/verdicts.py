@@ -163,8 +163,9 @@ def _parts(spans: Iterable[Span]) -> set[Part]:
 
 
 def broke_off_in(attempt: Attempt, step: Step) -> bool:
-    """Return whether an attempt fell silent in this step, its last."""
-    if attempt.end_reason != SILENT or step.step != attempt.top_step:
+    """Return whether an attempt fell silent, or its driver was cut off, in this step, its last."""
+    is_midway = attempt.end_reason == SILENT or (attempt.over and attempt.cut_off)
+    if not is_midway or step.step != attempt.top_step:
         return False
     return attempt.ended_through is None or step.step > attempt.ended_through
 

@@ -926,6 +926,60 @@ def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
     assert not rows_of(made.store, "findings")
 
 
+@pytest.mark.parametrize(
+    ("ended_by", "reason", "kind"),
+    [
+        ({"error_type": "KeyboardInterrupt"}, "it was interrupted", "process_interrupted"),
+        ({"error_type": "SIGTERM", "interrupted": True}, "it was interrupted",
+         "process_interrupted"),
+        ({"error_type": "ValueError", "error_message": "no data"},
+         "an exception ended one of its processes", "process_crashed"),
+    ],
+)  # fmt: skip
+def test_what_ends_the_driver_ends_the_attempt_at_once(
+    made: Clocked, ended_by: dict[str, Any], reason: str, kind: str
+) -> None:
+    """Ray ends the ranks with it: one has nothing more to send, one never answers."""
+
+    async def train() -> Drained:
+        live(made)
+        ranks = [Trainer(made, rank) for rank in (0, 1)]
+        for rank in ranks:
+            await rank.say("hello", world_size=3)
+            await rank.say("begin", step=1, stage="actor_update")
+        await ranks[0].say("end", step=1, stage="actor_update", status="ok")
+        drain = made.coordinator.parts.draining.drain
+        answer, _ = await asyncio.gather(drain(None, 0.3, "a", ended_by), ranks[0].obey(1))
+        [lost] = rows_of(made.store, "losses")
+        assert lost["reason"] == "its process ended with the driver inside the stage"
+        assert (lost["rank"], lost["stage"]) == (1, "actor_update")
+        # What a rank sends before Ray ends it does not make the attempt silent.
+        await ranks[1].say("begin", step=1, stage="save_checkpoint")
+        expired = made.coordinator.parts.state.expire(time.monotonic() + 100.0, 5000.0)
+        await made.coordinator.parts.runner.carry_out(expired)
+        return answer
+
+    answer = made.run(train())
+    assert answer["missing"] == ["actor rank 2", "actor rank 1"]
+    [attempt] = rows_of(made.store, "attempts")
+    assert attempt["end_reason"] == reason
+    findings = [row for row in rows_of(made.store, "findings") if row["kind"] == kind]
+    assert [(row["step"], row["role"], row["rank"]) for row in findings] == [(1, None, None)]
+
+
+def test_a_driver_that_ends_waits_for_no_rank_that_never_came(made: Clocked) -> None:
+    async def end() -> tuple[Drained, float]:
+        live(made)
+        began = time.monotonic()
+        drain = made.coordinator.parts.draining.drain
+        answer = await drain(None, 30.0, "a", {"error_type": "KeyboardInterrupt"})
+        return answer, time.monotonic() - began
+
+    answer, seconds = made.run(end())
+    assert not answer["known"]
+    assert seconds < 5.0
+
+
 def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(made: Clocked) -> None:
     async def train() -> None:
         live(made)

@@ -16,6 +16,7 @@ from stagescope_wire import proxies
 from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.patches import Function, Patch, guarded, wrapper
 from stagescope_workers.integrations.registry import VARIABLE, environment
+from stagescope_workers.probe.lifecycle import watch_driver
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE", "STAGESCOPE_DATA_DIR")
 # No token, and no proxy with a password: Ray shows a job's variables to everybody with access to
@@ -39,6 +40,8 @@ def patches() -> list[Patch]:
 def wrap_init(function: Function, *args: Any, **kwargs: Any) -> object:
     """Wrap `ray.init`: it adds the variables to the runtime environment that it was given."""
     changed = kwargs
+    with guarded("the report of what ends this driver"):
+        watch_driver()  # Ray was imported after this package
     with guarded("the variables of Ray's workers"):
         changed = {**kwargs, "runtime_env": with_variables(kwargs.get("runtime_env"))}
     return function(*args, **changed)

@@ -18,11 +18,17 @@ from stagescope_wire.discovery import NAMESPACE
 from stagescope_wire.errors import NotReady, StagescopeError, Unauthorized
 from stagescope_wire.names import normal_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
-from stagescope_workers.probe import decorator
+from stagescope_workers.probe import decorator, driver_end
 from stagescope_workers.probe.options import ProbeOptions, checked_options
 from stagescope_workers.probe.probe import RESTART_SECONDS, Probe
 from stagescope_workers.transport.calls import ServiceLink
-from stagescope_workers.transport.link import find_link, ray_process, warn_unconnected
+from stagescope_workers.transport.link import (
+    before_shutdown,
+    find_link,
+    guard_shutdown,
+    ray_process,
+    warn_unconnected,
+)
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _log = logging.getLogger("stagescope.workers")
@@ -198,11 +204,13 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     with_url = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
     url, token = (with_url[0].url, with_url[0].token) if with_url else (None, None)
     key = _job_attempt_key()
+    # A probe of this process reports the exception itself.
+    error = driver_end.handled() if key is not None and not probes else None
     complete = _close_all(deadline)
     reached = any(probe.status()["coordinator"] for probe in probes)
     while True:
         try:
-            drained = _drain_all(url, token, namespace, run, key, deadline)
+            drained = _drain_all(url, token, namespace, run, key, deadline, error)
             break
         except Unauthorized as error:
             _log.warning(
@@ -236,6 +244,7 @@ def _drain_all(
     run: str | None,
     key: str | None,
     deadline: float,
+    error: BaseException | None,
 ) -> bool | None:
     """Wait for the receipts of a run, or of this process's runs; None without a service."""
     link = find_link(url, token, namespace)
@@ -244,7 +253,9 @@ def _drain_all(
     named = None if run is None else normal_run_name(run)
     runs: list[str | None] = [named] if named is not None else [*sorted(_runs)] or [None]
     with contextlib.closing(link):
-        drained = [_drain(link, name, max(0.1, deadline - time.monotonic()), key) for name in runs]
+        drained = [
+            _drain(link, name, max(0.1, deadline - time.monotonic()), key, error) for name in runs
+        ]
     return all(drained)
 
 
@@ -263,8 +274,17 @@ def _job_attempt_key() -> str | None:
     return next(filter(None, [*keys, os.environ.get("STAGESCOPE_ATTEMPT")]), process.attempt_key)
 
 
-def _drain(link: ServiceLink, run: str | None, timeout: float, key: str | None) -> bool:
-    answer = link.drain(run, timeout, key)
+def _drain(
+    link: ServiceLink,
+    run: str | None,
+    timeout: float,
+    key: str | None,
+    error: BaseException | None,
+) -> bool:
+    if error is None:
+        answer = link.drain(run, timeout, key)
+    else:
+        answer = link.drain(run, timeout, key, ended_by=driver_end.fields_of(error))
     name = "any run" if run is None else f"run {run}"
     if not answer.get("known", True):
         hint = "" if key is None else (
@@ -301,11 +321,26 @@ def _close_all(deadline: float) -> bool:
     return complete
 
 
-@atexit.register
 def _close_at_exit() -> None:
     crash = _unhandled_exception()
     for probe in list(_probes):
         probe.close(_EXIT_SECONDS, crash=crash)  # at once where there is no service
+    driver_end.report(crash)
+
+
+def watch_driver() -> None:
+    """Let this process report what ends it, if it is the driver of a Ray job; call it again freely.
+
+    Ray leaves the cluster in its own `atexit`: ours comes before it if it was registered later.
+    """
+    guard_shutdown()
+    if driver_end.report_handled not in before_shutdown:
+        before_shutdown.append(driver_end.report_handled)
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)
+
+
+watch_driver()
 
 
 def _unhandled_exception() -> BaseException | None:

@@ -121,10 +121,18 @@ class ServiceLink(Protocol):
         """Return whether what the calls go through does not answer; a new link avoids it."""
         return False
 
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+    def drain(
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        *,
+        ended_by: JsonObject | None = None,
+    ) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run.
 
         With an attempt key, that attempt is over: its processes are requested to finish first.
+        `ended_by` describes the exception that ended its driver (`error_fields`), if one did.
         """
         ...
 

@@ -203,7 +203,14 @@ class HttpLink(ServiceLink):
             )
         return answer
 
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+    def drain(
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        *,
+        ended_by: JsonObject | None = None,
+    ) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`.
 
         Raises:
@@ -213,7 +220,9 @@ class HttpLink(ServiceLink):
         unknown_until = time.monotonic() + _UNKNOWN_SECONDS
         while True:
             wait = max(0.0, min(deadline - time.monotonic(), _DRAIN_SECONDS))
-            body = {"run": run, "timeout": wait, "attempt_key": attempt_key}
+            body: dict[str, object] = {"run": run, "timeout": wait, "attempt_key": attempt_key}
+            if ended_by is not None:  # a service of an earlier version does not know it
+                body["ended_by"] = ended_by
             response = self._send("POST", "/drain", json=body, timeout=wait + min(timeout, 5.0))
             answer = self._checked(response)
             until = deadline if answer.get("known", True) else min(deadline, unknown_until)

@@ -46,6 +46,8 @@ _SHUTDOWN_SECONDS: Final = 5.0
 
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
+before_shutdown: Final[list[Callable[[], None]]] = []
+"""Called before this process leaves its Ray cluster by `ray.shutdown`; none of them raises."""
 _ray_calls = threading.RLock()
 """Held by each call of the probe into Ray, and by `ray.shutdown`."""
 _warned_in: set[int] = set()
@@ -92,14 +94,17 @@ def _calling(ray: ModuleType) -> Iterator[None]:
         yield
 
 
-def _guard_shutdown(ray: Any) -> None:
-    """Let `ray.shutdown` wait for the probe's calls."""
-    shutdown = ray.shutdown
-    if hasattr(shutdown, _GUARDS):
+def guard_shutdown() -> None:
+    """Let `ray.shutdown` wait for the probe's calls, if this process has imported ray."""
+    ray: Any = sys.modules.get("ray")
+    shutdown = getattr(ray, "shutdown", None)
+    if shutdown is None or hasattr(shutdown, _GUARDS):
         return
 
     @functools.wraps(shutdown)
     def guarded(*arguments: Any, **named: Any) -> Any:
+        for call in before_shutdown:
+            call()
         lock = _ray_calls
         is_held = lock.acquire(timeout=_SHUTDOWN_SECONDS)
         try:
@@ -210,7 +215,7 @@ class RayLink(ServiceLink):
         ray = _ray()
         if ray is None:
             return None
-        _guard_shutdown(ray)
+        guard_shutdown()
         try:
             with _calling(ray):
                 handle = ray.get_actor(COORDINATOR_NAME, namespace=namespace)
@@ -318,10 +323,20 @@ class RayLink(ServiceLink):
             return True
         return bool(handle._actor_id != self._handle._actor_id)
 
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+    def drain(
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        *,
+        ended_by: JsonObject | None = None,
+    ) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `ServiceLink`."""
+        asked: dict[str, object] = {"run": run, "timeout": timeout, "attempt_key": attempt_key}
+        if ended_by is not None:  # a coordinator of an earlier version does not know it
+            asked["ended_by"] = ended_by
         with _calling(self._ray):
-            ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
+            ref = self._handle.drain.remote(**asked)
         answer: JsonObject = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
 

@@ -86,7 +86,14 @@ class SpoolLink(ServiceLink):
         future.set_exception(Unreachable(f"{self.address} has no numbers"))
         return future
 
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+    def drain(
+        self,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        *,
+        ended_by: JsonObject | None = None,
+    ) -> JsonObject:
         """Return at once: what this process has sent is stored, and no other can reply."""
         return {"drained": True, "known": True}
 

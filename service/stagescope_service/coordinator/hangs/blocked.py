@@ -11,7 +11,7 @@ from stagescope_service.core.hangs.detection import STUCK_KIND, StuckRules
 from stagescope_service.core.hangs.stack_requests import ORDERED, Answers
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
-from stagescope_service.core.steps import took_leave
+from stagescope_service.core.steps import stopped_midway
 from stagescope_service.store.tables import FindingRow
 from stagescope_wire.collectives.blocked import Member, blocked, is_recording
 from stagescope_wire.collectives.records import NONE
@@ -103,7 +103,7 @@ class BlockedCollectives:
             attempt = self._state.attempt(key[0])
             if attempt is None or _went_on(attempt, key[1], found):
                 del self._open[key]
-                if attempt is not None and (not attempt.over or took_leave(attempt)):
+                if attempt is not None and not stopped_midway(attempt):
                     out.append(_over(found, wall))
         for answers in self._state.stack_requests.finished():
             attempt = self._state.attempt(answers.attempt_id)

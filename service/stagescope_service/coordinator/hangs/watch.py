@@ -32,7 +32,7 @@ from stagescope_service.core.hangs.detection import (
 from stagescope_service.core.hangs.role_progress import roles
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.state import State
-from stagescope_service.core.steps import took_leave
+from stagescope_service.core.steps import stopped_midway
 from stagescope_service.store.tables import FindingRow
 from stagescope_wire.collectives.rows import COLLECTIVE_KIND
 from stagescope_wire.errors import InvalidEvent
@@ -62,6 +62,13 @@ class _Key(NamedTuple):
     rank: int | None
 
 
+class _Found(NamedTuple):
+    """The finding of a stuck rank, and since when (Unix seconds) it counts as stuck."""
+
+    finding_id: str
+    overdue: float
+
+
 class HangWatch:
     """Finds hangs in the state; `check` is cheap and is called often.
 
@@ -80,7 +87,7 @@ class HangWatch:
         self._collectives = BlockedCollectives(state, rules)
         self._pause = min(max(rules.min_seconds / 4, 0.25), 5.0)
         self._due = -math.inf
-        self._open: dict[_Key, str] = {}
+        self._open: dict[_Key, _Found] = {}
         self._silent: dict[str, tuple[int, str]] = {}
         """Incarnation -> its attempt and its finding."""
         self._adopted: dict[str, float] = {}
@@ -98,7 +105,7 @@ class HangWatch:
                 stage, role = row["stage"], row["role"]
                 if stage is not None and role is not None:
                     key = _Key(attempt_id, row["step"], stage, role, row["rank"])
-                    self._open[key] = row["finding_id"]
+                    self._open[key] = _Found(row["finding_id"], -math.inf)
             elif row["kind"] == COLLECTIVE_KIND:
                 self._collectives.adopt(row)
             elif row["kind"] == UNRESPONSIVE_KIND:
@@ -230,7 +237,8 @@ class HangWatch:
             put = _finding(attempt, name, each, len(role.positions), wall, request_id)
             row = {**put.row, "over_wall": None}
             row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
-            self._open[_key(attempt, name, each)] = row["finding_id"]
+            found = _Found(row["finding_id"], each.since + each.limit.seconds)
+            self._open[_key(attempt, name, each)] = found
             out.append(Put("findings", row))
         return out + self._ask(attempt, name, [each.rank for each in new], request_id, wall)
 
@@ -307,7 +315,7 @@ class HangWatch:
 
     def _died_with_others(self, attempt_id: int, incarnation: str) -> bool:
         attempt, process = self._state.attempt(attempt_id), None
-        if attempt is not None and attempt.over and not took_leave(attempt):
+        if attempt is not None and stopped_midway(attempt):
             process = attempt.processes.get(incarnation)
         if attempt is None or process is None:
             return False
@@ -315,15 +323,31 @@ class HangWatch:
         return last - process.last_contact <= self._silence.seconds
 
     def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
-        """End the findings of ranks that went on or left."""
+        """End the findings of ranks that went on or left.
+
+        If the attempt stopped before a rank counted as stuck, nobody waited for that rank: its
+        finding is deleted.
+        """
         out: list[Instruction] = []
         for key in [key for key in self._open if key not in stuck]:
-            out += self._over(key.attempt_id, self._open.pop(key), wall)
+            found = self._open.pop(key)
+            if self._stopped_before(key.attempt_id, found.overdue):
+                out.append(Delete("findings", {"finding_id": found.finding_id}))
+            else:
+                out += self._over(key.attempt_id, found.finding_id, wall)
         return out
+
+    def _stopped_before(self, attempt_id: int, overdue: float) -> bool:
+        """Return whether all processes of an attempt that ended were last heard before a time."""
+        attempt = self._state.attempt(attempt_id)
+        if attempt is None or not stopped_midway(attempt):
+            return False
+        heard = (process.last_contact for process in attempt.processes.values())
+        return max(heard, default=math.inf) < overdue
 
     def _over(self, attempt_id: int, finding_id: str, wall: float) -> list[Instruction]:
         attempt = self._state.attempt(attempt_id)
-        if attempt is None or (attempt.over and not took_leave(attempt)):
+        if attempt is None or stopped_midway(attempt):
             return []  # it was stuck until it ended
         columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
         return [Put("findings", {"finding_id": finding_id, **columns})]

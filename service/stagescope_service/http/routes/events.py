@@ -125,6 +125,7 @@ async def drain(request: Request, deps: Deps) -> Answer:
         run=None if body.run is None else normal_run_name(body.run),
         timeout=min(body.timeout, MAX_DRAIN),
         attempt_key=key,
+        ended_by=body.ended_by,
     )
     return Answer(check_ready(reply))
 

@@ -188,8 +188,15 @@ class DrainRequest(RequestBody):
             max_length=500,
         ),
     ] = None
+    ended_by: Annotated[
+        dict[str, object] | None,
+        _field(
+            "The exception that ended the driver of these attempts: `error_type`, `error_message`, "
+            "and `interrupted` if somebody stopped it. Then no process of them goes on. null: none."
+        ),
+    ] = None
 
-    expected: ClassVar[Mapping[str, str]] = {"attempt_key": "a name"}
+    expected: ClassVar[Mapping[str, str]] = {"attempt_key": "a name", "ended_by": "an object"}
     documents_null: ClassVar[bool] = True
 
 

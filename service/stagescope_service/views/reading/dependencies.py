@@ -24,7 +24,7 @@ from stagescope_service.views.reading.step_summaries import StepSummaries
 from stagescope_service.views.reading.target import Finder
 from stagescope_wire.errors import InvalidInput, NotReady
 from stagescope_wire.framing import WirePayload
-from stagescope_wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json, JsonObject
 
 Reply = dict[str, Json]
 """A reply of the coordinator; the models of the routes that pass it on name its fields."""
@@ -55,7 +55,12 @@ class Commands(Protocol):
         ...
 
     async def drain(
-        self, *, run: str | None, timeout: float, attempt_key: str | None = None
+        self,
+        *,
+        run: str | None,
+        timeout: float,
+        attempt_key: str | None = None,
+        ended_by: JsonObject | None = None,
     ) -> Reply:
         """Wait until all payloads of a run (None: every run) are read.
 

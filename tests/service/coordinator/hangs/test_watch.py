@@ -189,6 +189,29 @@ def test_a_finding_of_a_job_that_died_stuck_is_not_over(made: Clocked) -> None:
     assert [row["over_wall"] for row in made.findings()] == [None]
 
 
+def test_nobody_was_waited_for_in_a_job_that_died_before_a_rank_was_stuck(made: Clocked) -> None:
+    """The ranks were killed at once: that one of them is behind says nothing."""
+    hang(made)
+    made.pass_time(2.0)
+    made.pass_time(20.0, polling=())
+    assert [row["rank"] for row in made.findings()] == [1]
+    made.pass_time(120.0, polling=())
+    assert made.coordinator.parts.state.registry.attempts[1].over
+    assert made.findings() == []
+
+
+def test_a_hang_that_somebody_interrupts_keeps_its_finding(made: Clocked) -> None:
+    hang(made)
+    made.pass_time(30.0)
+    ended_by: dict[str, Any] = {"error_type": "KeyboardInterrupt", "interrupted": True}
+    drain = made.coordinator.drain
+    made.run(drain(run=None, timeout=0.0, attempt_key="a", ended_by=ended_by))
+    made.pass_time(10.0, polling=())
+    attempt = made.coordinator.parts.state.registry.attempts[1]
+    assert (attempt.over, attempt.end_reason) == (True, "it was interrupted")
+    assert [row["over_wall"] for row in made.findings()] == [None]
+
+
 def test_a_finding_of_a_job_that_took_leave_is_over(made: Clocked) -> None:
     hang(made)
     made.pass_time(30.0)
