@@ -10,6 +10,7 @@ from stagescope_service.coordinator.aggregation.step_work import StepWork
 from stagescope_service.coordinator.canary import CanaryJudge
 from stagescope_service.coordinator.captures import CaptureCommands
 from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.death_watch import DeathWatch
 from stagescope_service.coordinator.deletion import RunChanges
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.hangs.watch import HangWatch
@@ -104,7 +105,7 @@ class Parts:
         )  # fmt: skip
         self.leases = Leases(
             runner, commits, self.plan_changes, self.load, self.hangs, NodeWatch(state),
-            ingestors.lost_nodes, clock,
+            DeathWatch(runner, state, ingestors, catalogue, clock), ingestors.lost_nodes, clock,
         )  # fmt: skip
         self.raw_calls = RawCalls(
             runner, commits, self.payloads, clock, poll_seconds=settings.poll_seconds

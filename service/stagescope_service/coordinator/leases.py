@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.death_watch import DeathWatch
 from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_watch import NodeWatch
@@ -22,6 +23,7 @@ class Leases:
         load: says whether events arrive late.
         hangs: finds stuck ranks.
         nodes: finds lost nodes.
+        deaths: finds processes that died on their own.
         lost_nodes: returns the nodes that the cluster lost, and why each.
         clock: the service's clock.
     """
@@ -34,6 +36,7 @@ class Leases:
         load: Load,
         hangs: HangWatch,
         nodes: NodeWatch,
+        deaths: DeathWatch,
         lost_nodes: Callable[[], Mapping[str, str]],
         clock: Clock,
     ) -> None:
@@ -44,6 +47,7 @@ class Leases:
         self._load = load
         self._hangs = hangs
         self._nodes = nodes
+        self._deaths = deaths
         self._lost_nodes = lost_nodes
         self._wall, self._mono = clock
         self._last_expiry = self._mono()
@@ -73,6 +77,7 @@ class Leases:
             await self._plan_changes.carry_out(self._state.expire(now, wall, lost))
             await self._plan_changes.carry_out(self._nodes.check(lost, wall))
             await self._plan_changes.carry_out(self._hangs.check(now, wall))
+            self._deaths.check(wall)
         await self._plan_changes.check()
 
     def _renew_all(self, now: float) -> None:

@@ -21,7 +21,6 @@ from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
     ANNOUNCED,
     CRASHED,
-    INTERRUPTED,
     OPEN,
     RECENT_STEPS,
     SAID,
@@ -48,6 +47,7 @@ from stagescope_service.store.tables import (
     StepColumns,
 )
 from stagescope_service.store.tables.declare import StageWork
+from stagescope_service.store.tables.training import INTERRUPTED
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import LAYOUT_COLUMNS, Part, Work
 

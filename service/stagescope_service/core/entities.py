@@ -465,6 +465,3 @@ FINISHED: Final = "finished"
 
 
 CRASHED: Final = "an exception ended one of its processes"
-
-
-INTERRUPTED: Final = "it was interrupted"

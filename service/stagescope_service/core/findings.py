@@ -35,6 +35,9 @@ ATTEMPT_BUNDLED: Final = "attempt_bundled"
 NODE_LOST: Final = "node_lost"
 """The Ray cluster lost a node on which ranks of the attempt reported."""
 
+PROCESS_DIED: Final = "process_died"
+"""Ray recorded that the process of a rank died on its own, and not with its driver."""
+
 REFUSED_CALL: Final = "refused_call"
 """A raw call was refused as a whole."""
 

@@ -17,7 +17,6 @@ from stagescope_service.core.completeness import (
 from stagescope_service.core.entities import (
     CRASHED,
     FINISHED,
-    INTERRUPTED,
     LEFT_BEHIND,
     OPEN_STEPS,
     RECENT_STEPS,
@@ -41,7 +40,7 @@ from stagescope_service.core.verdicts import (
     update_next_verdict,
     update_top_verdict,
 )
-from stagescope_service.store.tables.training import ENDED, SILENT
+from stagescope_service.store.tables.training import ENDED, INTERRUPTED, SILENT
 
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadJob, PayloadKey
-from stagescope_service.ingest.cluster_state import HeadWatch, NodeList
+from stagescope_service.ingest.cluster_state import ActorDeath, HeadWatch, NodeList, own_deaths
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied, IngestWorker
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
@@ -195,6 +195,12 @@ def _nodes() -> list[dict[str, Any]]:
     return nodes
 
 
+def _actor_deaths() -> dict[tuple[str, int], ActorDeath]:
+    from ray._private import state  # no public call without the dashboard
+
+    return own_deaths(state.actors(actor_state_name="DEAD").values())
+
+
 def _living_nodes() -> set[str]:
     return {node["NodeID"] for node in _nodes() if node["Alive"]}
 
@@ -327,6 +333,11 @@ class RayIngestors(IngestorClient):
         if self._nodes.is_due():
             self._look_soon()
         return self._nodes.lost
+
+    async def actor_deaths(self) -> Mapping[tuple[str, int], ActorDeath]:
+        """Return the deaths of actors, as the head has them."""
+        await asyncio.to_thread(self._head.check)
+        return await asyncio.to_thread(_actor_deaths)
 
     def _look_soon(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 FAILED_SECONDS: Final = 2.0
 """How long calls fail until the head counts as gone,"""
@@ -69,6 +69,39 @@ class HeadWatch:
             "are still recorded. Unless the head comes back, Ray ends the service about a minute "
             "after the head died. `stagescope serve` starts the service again with the same data"
         )
+
+
+class ActorDeath(NamedTuple):
+    """The death of an actor's process that Ray did not cause."""
+
+    wall: float
+    """When Ray noticed it; Unix seconds."""
+    reason: str
+
+
+_WORKER_DIED: Final = 1
+"""Ray's ActorDiedErrorContext.WORKER_DIED; an actor that ends with its driver has another one."""
+_OWN_DEATHS: Final = ("SYSTEM_ERROR", "USER_ERROR", "NODE_OUT_OF_MEMORY")
+"""Ray's types of a worker's exit that neither Ray nor the training asked for."""
+_REASON_CHARACTERS: Final = 300
+
+
+def own_deaths(actors: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], ActorDeath]:
+    """Return (node id, process id) -> death, of those actors of Ray's table that died alone."""
+    found: dict[tuple[str, int], ActorDeath] = {}
+    for actor in actors:
+        cause = actor["DeathCause"]
+        killed, out_of_memory = cause.actor_died_error_context, cause.oom_context
+        reason = str(out_of_memory.error_message)
+        if killed.reason == _WORKER_DIED and any(
+            f"exit type: {each}" in killed.error_message for each in _OWN_DEATHS
+        ):
+            reason = str(killed.error_message)
+        if reason:
+            text = " ".join(reason.partition(" Some common causes include")[0].split())
+            at = (str(actor["Address"]["NodeID"]), int(actor["Pid"]))
+            found[at] = ActorDeath(actor["EndTime"] / 1000.0, text[:_REASON_CHARACTERS])
+    return found
 
 
 LIST_SECONDS: Final = 2.0

@@ -20,6 +20,7 @@ from stagescope_service.core.instructions import (
     StepJob,
 )
 from stagescope_service.ingest import kept_files
+from stagescope_service.ingest.cluster_state import ActorDeath
 from stagescope_service.ingest.kept_files import Keeper, KeptDescription
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
@@ -70,6 +71,10 @@ class IngestorClient(abc.ABC):
 
     def lost_nodes(self) -> Mapping[str, str]:
         """Return the nodes that the cluster lost, as far as is known, and why each."""
+        return {}
+
+    async def actor_deaths(self) -> Mapping[tuple[str, int], ActorDeath]:
+        """Return (node id, process id) -> death, of the actors that Ray says died on their own."""
         return {}
 
     def cluster_problem(self) -> str:

@@ -33,7 +33,8 @@ from stagescope_service.rules.symptoms.rows import (
 )
 from stagescope_service.rules.symptoms.silence import fell_silent
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.tables import FindingRow, LossRow, UnfinishedRank
+from stagescope_service.store.tables import FindingRow, LossRow, ProcessColumns, UnfinishedRank
+from stagescope_service.store.tables.training import INTERRUPTED
 from stagescope_wire.render import counted, ranks_text
 from stagescope_wire.schema import RankKey
 
@@ -181,13 +182,28 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     if not unended:
         return _ended_silently(history) or reported
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
+    together = _gone_together(history, unended)
     lines = Counter(
         f"{of_earlier(history, row)}{row['stage']} of step {row['step']}: {row['reason']}"
         for row in unended
     )
     texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
+    if len(together) > 1:
+        ranks = ranks_text(sorted((row["role"], row["rank"]) for row in together))
+        texts.append(f"{ranks} stopped reporting; which of them died first is not known")
     texts += _after(history, unended)
-    return found_in(history, unended, texts)
+    return found_in(history, unended, texts, together or unended)
+
+
+def _gone_together(history: RunHistory, rows: Sequence[LossRow]) -> list[ProcessColumns]:
+    """Return the processes that stopped reporting in the newest attempt of some lost stages.
+
+    When one rank dies, the others may be ended with it: between stages, they lose none.
+    """
+    newest = max((row["attempt_id"] for row in rows if row["attempt_id"] is not None), default=None)
+    if newest is None:
+        return []
+    return [row for row in history.processes(newest) if row["lapsed_wall"] is not None]
 
 
 def _ended_silently(history: RunHistory) -> Evidence | None:
@@ -230,6 +246,7 @@ def _stages_text(missing: Sequence[UnfinishedRank]) -> str:
 
 def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
     """Return the stages that the end of a process cut off, without interrupted processes."""
+    stopped = {row["attempt_id"] for row in history.attempts if row["end_reason"] == INTERRUPTED}
     interrupted = {
         (row["attempt_id"], row["role"], row["rank"])
         for row in history.reports.every
@@ -239,6 +256,7 @@ def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
         row
         for row in losses
         if row["kind"] == _UNENDED
+        and row["attempt_id"] not in stopped
         and (row["attempt_id"], row["role"], row["rank"]) not in interrupted
     ]
 

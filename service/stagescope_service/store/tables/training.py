@@ -30,6 +30,7 @@ runs = table("runs", RunRow, "run")
 
 
 SILENT: Final = "its processes fell silent"
+INTERRUPTED: Final = "it was interrupted"
 """Why an attempt ended: not all of its processes said that they had finished."""
 ENDED: Final = "attempt ended"
 """Why a step was closed: its attempt ended."""
