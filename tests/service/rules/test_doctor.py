@@ -339,6 +339,19 @@ def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     assert failed["for"] == [
         f"{STAGE} of step 2: its process stopped reporting inside the stage (1 rank)"
     ]
+    # Two were killed at once, one of them between its stages: neither is the cause.
+    pair = [Rank(live, run="died-together", rank=rank, world_size=2) for rank in (0, 1)]
+    for rank in pair:
+        rank.stage(STAGE, 1)
+    pair[0].begin(STAGE, 2)
+    for rank in pair:
+        live.engine.fall_silent(rank)
+    failed = rows_of(live, "died-together")["processes_failed"]
+    assert failed["where"] == "actor 0-1"
+    assert failed["for"] == [
+        f"{STAGE} of step 2: its process stopped reporting inside the stage (1 rank)",
+        "actor ranks 0-1 stopped reporting; which of them died first is not known",
+    ]
     failing = Rank(live, run="failing", world_size=1)
     failing.begin(STAGE, 1)
     failing.end(STAGE, 1, status="failed", error_type="ValueError", error_message="no")

@@ -192,7 +192,11 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         ranks = ranks_text(sorted((row["role"], row["rank"]) for row in together))
         texts.append(f"{ranks} stopped reporting; which of them died first is not known")
     texts += _after(history, unended)
-    return found_in(history, unended, texts, together or unended)
+    return found_in(history, unended, texts, [*unended, *together])
+
+
+_TOGETHER: Final = 60.0
+"""Seconds between the ends of the leases of processes that stopped at once: a poll, and slack."""
 
 
 def _gone_together(history: RunHistory, rows: Sequence[LossRow]) -> list[ProcessColumns]:
@@ -203,7 +207,12 @@ def _gone_together(history: RunHistory, rows: Sequence[LossRow]) -> list[Process
     newest = max((row["attempt_id"] for row in rows if row["attempt_id"] is not None), default=None)
     if newest is None:
         return []
-    return [row for row in history.processes(newest) if row["lapsed_wall"] is not None]
+    lost = max(row["wall"] for row in rows if row["attempt_id"] == newest)
+    return [
+        row
+        for row in history.processes(newest)
+        if row["lapsed_wall"] is not None and abs(row["lapsed_wall"] - lost) <= _TOGETHER
+    ]
 
 
 def _ended_silently(history: RunHistory) -> Evidence | None:
