@@ -55,8 +55,12 @@ class DeathWatch:
     def check(self, wall: float) -> None:
         """Ask about the processes that left without a report; call it often."""
         for attempt in self._state.registry.attempts.values():
-            left = [each for each in attempt.processes.values() if _is_unclear(attempt, each, wall)]
-            new = [each for each in left if each.incarnation not in self._asked]
+            cut_off = attempt.cut_off
+            new = [
+                process
+                for process in attempt.processes.values()
+                if _is_unclear(process, cut_off, wall) and process.incarnation not in self._asked
+            ]
             if new:
                 self._asked |= {each.incarnation for each in new}
                 self._runner.run(self._ask(attempt, new))
@@ -91,10 +95,10 @@ class DeathWatch:
         return out
 
 
-def _is_unclear(attempt: Attempt, process: Process, wall: float) -> bool:
+def _is_unclear(process: Process, cut_off: bool, wall: float) -> bool:
     """Return whether a process left lately, and not because it was done."""
     left = process.left_wall
-    is_gone = process.lapsed or (process.finished and attempt.cut_off)
+    is_gone = process.lapsed or (process.finished and cut_off)
     return is_gone and not process.raw and left is not None and wall - left < RECENT_SECONDS
 
 

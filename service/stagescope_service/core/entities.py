@@ -264,6 +264,10 @@ class Step:
     stale: bool = False
 
 
+OUTLIVED_SECONDS: Final = 30.0
+"""A process that is heard so long after the end of a driver did not end with it."""
+
+
 @dataclasses.dataclass(slots=True)
 class Attempt:
     """One start of the training of a run."""
@@ -337,8 +341,8 @@ class Attempt:
     crashed: bool = False
     #: One of its processes said that it was interrupted.
     interrupted: bool = False
-    #: Its driver said that an exception or an interruption ended it: other processes end with it.
-    cut_off: bool = False
+    #: When its driver said that an exception or an interruption ended it, by the service's clock.
+    driver_ended: float | None = None
 
     def add(self, process: Process) -> None:
         """Add a process."""
@@ -410,6 +414,17 @@ class Attempt:
     def unheard_roles(self) -> set[str]:
         """Return the expected roles without a rank that has reported."""
         return self.expected_roles - self.reporting_roles
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether its driver was ended, and its processes with it.
+
+        Those of another job that has the same key go on.
+        """
+        ended = self.driver_ended
+        return ended is not None and all(
+            process.last_contact <= ended + OUTLIVED_SECONDS for process in self.processes.values()
+        )
 
     @property
     def over(self) -> bool:

@@ -384,7 +384,7 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
 def driver_end(attempt: Attempt, fields: JsonObject, wall: float) -> Put:
     """Return the finding of a driver that an exception ended, and mark its attempt."""
     interrupted = is_interruption(fields)
-    attempt.cut_off = True
+    attempt.driver_ended = wall
     if interrupted:
         attempt.interrupted = True
     else:

@@ -967,6 +967,27 @@ def test_what_ends_the_driver_ends_the_attempt_at_once(
     assert [(row["step"], row["role"], row["rank"]) for row in findings] == [(1, None, None)]
 
 
+def test_ranks_of_another_job_with_the_same_key_outlive_a_driver(made: Clocked) -> None:
+    async def train() -> None:
+        live(made)
+        rank = Trainer(made, 0)
+        await rank.say("hello", world_size=1)
+        await rank.say("begin", step=1, stage="actor_update")
+        interrupted = {"error_type": "KeyboardInterrupt"}
+        await made.coordinator.parts.draining.drain(None, 0.0, "a", interrupted)
+        [attempt] = made.coordinator.parts.state.registry.attempts.values()
+        assert attempt.driver_ended is not None
+        attempt.driver_ended -= 60.0  # it ended a minute ago
+        await rank.say("begin", step=2, stage="actor_update")
+        assert not rows_of(made.store, "attempts")[0]["ended_wall"]
+        expired = made.coordinator.parts.state.expire(time.monotonic() + 100.0, time.time())
+        await made.coordinator.parts.runner.carry_out(expired)
+
+    made.run(train())
+    [attempt] = rows_of(made.store, "attempts")
+    assert attempt["end_reason"] == "its processes fell silent"
+
+
 def test_a_driver_that_ends_waits_for_no_rank_that_never_came(made: Clocked) -> None:
     async def end() -> tuple[Drained, float]:
         live(made)
