@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from stagescope_service.core.entities import StageKey, StageTiming
+from stagescope_service.core.entities import FINISHED, StageKey, StageTiming
 from stagescope_service.core.hangs import detection as hang_detection
 from stagescope_service.core.hangs.detection import (
     GONE,
@@ -24,7 +24,7 @@ from stagescope_service.core.hangs.detection import (
     judge,
 )
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.overview import ListedStep
+from stagescope_service.store.queries.overview import ListedAttempt, ListedStep
 from stagescope_service.store.queries.runs import PartTiming
 from stagescope_service.store.tables import FindingRow, ProcessColumns, StageRow
 from stagescope_service.views.encoding import JsonObject
@@ -315,14 +315,16 @@ def _position(
     return RankPosition(status, last_time, inside[-1] if inside else None, first)
 
 
-def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
+def _nobody_left(catalogue: Catalogue, attempt: ListedAttempt) -> str | None:
     """Return a note if all processes of an attempt are gone, else None."""
-    rows = catalogue.processes(attempt_id)
+    rows = catalogue.processes(attempt["attempt_id"])
     if not rows or any(row["finished_wall"] is row["lapsed_wall"] is None for row in rows):
         return None
     lost = sum(map(len, _newest_processes(rows).values()))
     if not lost:
-        return "no process is left: all of them finished"
+        is_finished = attempt["end_reason"] in (None, FINISHED)
+        why = "all of them finished" if is_finished else attempt["end_reason"]
+        return f"no process is left: {why}"
     ranks = len({(row["role"], row["rank"]) for row in rows})
     return (
         "no process is left, so no rank is waited for. "
@@ -391,7 +393,7 @@ def stuck(
         **target.heading(),
         "closed": closed,
         "wall": now,
-        "note": _nobody_left(deps.catalogue, target.attempt_id)
+        "note": _nobody_left(deps.catalogue, target.attempt)
         or note
         or _not_recorded(deps.catalogue, target.attempt_id, step, rows),
         "collectives": _collectives(deps.catalogue, target.attempt_id, step, role),

@@ -73,6 +73,9 @@ def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]
     assert "1 of 2 ranks stopped reporting" in live.get("/steps/2/stuck")["note"]
     ranks[1].say(FINISH)
     assert live.get("/steps/2/stuck")["note"] == "no process is left: all of them finished"
+    ranks[1].begin("actor_update", 2)
+    ranks[1].say(FINISH, error_type="KeyboardInterrupt")
+    assert live.get("/steps/2/stuck")["note"] == "no process is left: it was interrupted"
 
 
 def ask(live: Service, answer: Callable[[str], object], **body: object) -> Any:
