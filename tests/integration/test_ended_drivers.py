@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 DRIVER = """
 import contextlib, sys, time
 import ray
-from stagescope_workers import init
+from stagescope_workers import finish, init
 
 address, run, how = sys.argv[1:]
 
@@ -38,6 +38,8 @@ ray.init(address=address, log_to_driver=False)
 with contextlib.ExitStack() as stack:
     if how == "shutdown":
         stack.callback(ray.shutdown)
+    if how == "finish":
+        stack.callback(finish)
     workers = [Worker.remote(rank) for rank in range(2)]
     for step in (1, 2, 3):
         ray.get([worker.train.remote(step) for worker in workers])
@@ -106,6 +108,7 @@ def _terminate(_: int, pid: int) -> None:
 CASES: dict[str, tuple[str, Callable[[int, int], None], str]] = {
     "ctrl-c": ("exit", _press_ctrl_c, "it was interrupted"),
     "ctrl-c-shutdown": ("shutdown", _press_ctrl_c, "it was interrupted"),
+    "ctrl-c-finish": ("finish", _press_ctrl_c, "it was interrupted"),
     "sigterm-shutdown": ("shutdown", _terminate, "it was interrupted"),
     "raise": ("raise", lambda *_: None, "an exception ended one of its processes"),
 }

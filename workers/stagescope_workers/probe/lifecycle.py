@@ -205,12 +205,12 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     url, token = (with_url[0].url, with_url[0].token) if with_url else (None, None)
     key = _job_attempt_key()
     # A probe of this process reports the exception itself.
-    error = driver_end.handled() if key is not None and not probes else None
+    crash = driver_end.handled() if key is not None and not probes else None
     complete = _close_all(deadline)
     reached = any(probe.status()["coordinator"] for probe in probes)
     while True:
         try:
-            drained = _drain_all(url, token, namespace, run, key, deadline, error)
+            drained = _drain_all(url, token, namespace, run, key, deadline, crash)
             break
         except Unauthorized as error:
             _log.warning(
@@ -244,7 +244,7 @@ def _drain_all(
     run: str | None,
     key: str | None,
     deadline: float,
-    error: BaseException | None,
+    crash: BaseException | None,
 ) -> bool | None:
     """Wait for the receipts of a run, or of this process's runs; None without a service."""
     link = find_link(url, token, namespace)
@@ -254,7 +254,7 @@ def _drain_all(
     runs: list[str | None] = [named] if named is not None else [*sorted(_runs)] or [None]
     with contextlib.closing(link):
         drained = [
-            _drain(link, name, max(0.1, deadline - time.monotonic()), key, error) for name in runs
+            _drain(link, name, max(0.1, deadline - time.monotonic()), key, crash) for name in runs
         ]
     return all(drained)
 
@@ -279,12 +279,12 @@ def _drain(
     run: str | None,
     timeout: float,
     key: str | None,
-    error: BaseException | None,
+    crash: BaseException | None,
 ) -> bool:
-    if error is None:
+    if crash is None:
         answer = link.drain(run, timeout, key)
     else:
-        answer = link.drain(run, timeout, key, ended_by=driver_end.fields_of(error))
+        answer = link.drain(run, timeout, key, ended_by=driver_end.fields_of(crash))
     name = "any run" if run is None else f"run {run}"
     if not answer.get("known", True):
         hint = "" if key is None else (
