@@ -74,10 +74,11 @@ async def stream(
 
     First comes `hello`: `resumed` says whether every event since `Last-Event-ID` follows; otherwise
     ask again for what is shown. Every later event has `run` and `attempt`. An `attempt` has begun,
-    resumed or ended. A `step` has `step`, `closed`, `complete`, `measured` and the `verdict` on its
-    streams. A `finding` has `finding_id`, `step`, `kind`, `severity`, `message` and `over`. A
-    `capture` has `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). With `run`
-    only events of this run are sent. A comment is sent every 15 seconds. At most 200 clients may
+    resumed or ended. A `step` has `step`, `closed`, `complete`, `aggregated` (its numbers are
+    computed, if it has any), `measured` (it has some) and the `verdict` on its streams. A `finding`
+    has `finding_id`, `step`, `kind`, `severity`, `message` and `over`. A `capture` has
+    `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). With `run` only events of
+    this run are sent. A comment is sent every 15 seconds. At most 200 clients may
     listen at a time. One more takes the place of the one that has listened longest, of the caller
     with the most places; that one may continue with its `Last-Event-ID`.
     """
@@ -150,6 +151,7 @@ def _step_fields(row: ChangedRow) -> JsonObject:
         "step": row["step"],
         "closed": is_closed,
         "complete": (row["completeness"] or "unknown") if is_closed else "open",
+        "aggregated": is_closed and row["aggregated_wall"] is not None,
         "measured": row["summary_wall"] is not None,
         "verdict": row["verdict"],
     }

@@ -130,6 +130,43 @@ def test_marks_of_new_steps_stand_at_the_height_of_the_curve(visit: Visit, live:
     assert visit.page.evaluate(f"[...{marks}.y]") == [0.5, 0.5, 0.5]
 
 
+def test_a_run_that_only_logs_numbers_is_followed(visit: Visit, live: Service) -> None:
+    rank = Rank(live, run="plain", world_size=1)
+    rank.begin("actor_update", 1)
+
+    def train(*steps: int) -> None:
+        for step in steps:
+            rank.end("actor_update", step, scalars={"loss": 1.0 / step, "reward": 0.1 * step})
+            rank.begin("actor_update", step + 1)
+
+    def says(text: str) -> None:
+        visit.wait_until(f"document.querySelector('main').textContent.includes('{text}')")
+
+    train(1, 2, 3)
+    visit.go("#/runs/plain")
+    visit.page.wait_for_selector(".plot .xtick text")
+    visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+    says("in 3 closed steps")
+    train(4)
+    says("in 4 closed steps")
+    panels = "[...document.querySelectorAll('.panel-plot .js-plotly-plot')]"
+    is_grown = "({ x, y }) => Number.isFinite(y[[...x].indexOf(4)])"
+    visit.wait_until(f"{panels}.filter(e => e.data.some({is_grown})).length === 2")
+    visit.go("#/runs/plain/doctor")
+    says("in 4 closed steps")
+    train(5)
+    says("in 5 closed steps")
+    visit.go("#/runs")
+    row = "document.querySelector('tr[data-key=plain]')?.textContent"
+    train(6)
+    visit.wait_until(f"/live.*mismatch not measured.*0.6000.*6/.test({row})")
+    visit.go("#/runs/plain/steps/latest")
+    says("Step 7")
+    train(7)
+    says("Step 8")
+    assert visit.messages == []
+
+
 GROUPS: Final = "[...document.querySelectorAll('.groups summary strong')].map(e => e.textContent)"
 DRAWN: Final = "[...document.querySelectorAll('.groups h3')].map(e => e.firstChild.textContent)"
 FIRST: Final = "[...document.querySelectorAll('figure:not(.groups *) .panel-plot h3')]"

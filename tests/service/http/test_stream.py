@@ -117,7 +117,7 @@ def test_a_step_is_told_from_its_begin_to_its_numbers(live: Service, listen: Lis
     begun = listener.next("step")
     assert begun == {
         "event": "step", "id": begun["id"], "run": "r", "attempt": 1, "step": 5, "closed": False,
-        "complete": "open", "measured": False, "verdict": None,
+        "complete": "open", "aggregated": False, "measured": False, "verdict": None,
     }  # fmt: skip
     rank.end(LOG_PROB, 5, payload())
     rank.begin(LOG_PROB, 6)
@@ -126,6 +126,16 @@ def test_a_step_is_told_from_its_begin_to_its_numbers(live: Service, listen: Lis
     # What it says is what a question is answered.
     metrics = live.get("/steps/5/metrics")
     assert (closed["complete"], closed["verdict"]) == (metrics["complete"], metrics["comparable"])
+
+
+def test_a_step_without_numbers_is_told_to_be_over(live: Service, listen: Listen) -> None:
+    rank = Rank(live, world_size=1)
+    listener = listen()
+    listener.next("hello")
+    rank.stage("actor_update", 5, scalars={"loss": 0.5})
+    rank.begin("actor_update", 6)
+    over = listener.next("step", step=5, aggregated=True)
+    assert (over["closed"], over["measured"], over["verdict"]) == (True, False, None)
 
 
 def test_a_stage_of_one_rank_alone_makes_no_step_partial(live: Service, listen: Listen) -> None:

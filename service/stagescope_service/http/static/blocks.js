@@ -20,6 +20,12 @@ function isNear(element) {
   return bottom > -NEAR && top < innerHeight + NEAR;
 }
 
+/**
+ * Whether an event says that a step is over and its numbers are computed, if it has any: what is about all
+ * steps is then asked for, once a step.
+ */
+export const isOver = ({ event, aggregated }) => event === "step" && aggregated;
+
 /** A `path` that is asked once: for what does not change, or must not be drawn anew. */
 export function once(ask) {
   let answer = null;

@@ -2,6 +2,7 @@
 // the prefix of their names ("actor" of "actor/loss"), as W&B groups them.
 
 import { choose, note, ofStep } from "./address.js";
+import { isOver } from "./blocks.js";
 import { button, form, h, patch } from "./dom.js";
 import { plural } from "./format.js";
 import { Panels } from "./panels.js";
@@ -26,8 +27,7 @@ const overSteps = (run, smooth) => ({
   name: "overview",
   opens: (at, meta) => ofStep(run, at, meta?.superseded ? meta.attempt : null),
   grows: !smooth, // an average over new steps alone would begin anew
-  concerns: (event) => event.run === run
-    && ((event.event === "step" && event.closed && event.measured) || event.event === "attempt"),
+  concerns: (event) => event.run === run && (isOver(event) || event.event === "attempt"),
 });
 
 /** Place the charts of a run in its view; the address keeps which, and which groups are open. */

@@ -1,6 +1,7 @@
 // The doctor's panel: what the rulebook finds, what speaks for and against it, what to do next.
 
 import { choose } from "./address.js";
+import { isOver } from "./blocks.js";
 import { command, withCommands } from "./commands.js";
 import { badge, button, form, h, quantity } from "./dom.js";
 import { Figure } from "./figure.js";
@@ -10,6 +11,10 @@ import { part, url } from "./service.js";
 import { BADGE, HEAD, RIGHT, WIDE, table } from "./table.js";
 
 const ORDER = ["found", "not measured", "not found"];
+
+/** Whether an event makes the diagnosis of a run old. */
+export const changesDiagnosis = (event, run) => event.run === run
+  && (isOver(event) || ["attempt", "finding"].includes(event.event));
 
 /** Whether a row of a diagnosis is a cause that is not over. */
 export const isOpen = (row) => row.verdict === "found" && row.cause === null && row.last_step === null;
@@ -28,7 +33,7 @@ export function doctor(view, { run, step = "", attempt }) {
   const figures = document.createElement("div");
   view.block({
     path: url(`/runs/${part(run)}/diagnosis`, { step, attempt, limit: 200 }),
-    concerns: (event) => event.run === run && event.event === "step" && event.closed && event.measured,
+    concerns: (event) => changesDiagnosis(event, run),
     draw: (answer) => {
       const { rows, healthy, text, mismatch, notes, measured_step: at } = answer;
       const sorted = [...rows].sort((a, b) => ORDER.indexOf(a.verdict) - ORDER.indexOf(b.verdict));

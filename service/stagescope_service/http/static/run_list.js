@@ -311,7 +311,7 @@ function verdict(row) {
   if (row.deleting_wall !== null) return badge("open", "being deleted");
   if (row.judgement === null) return badge("open", "the doctor looks");
   const { healthy, title, sentence, current } = row.judgement;
-  if (healthy === null) return badge("not measured");
+  if (healthy === null) return badge("unknown", "mismatch not measured");
   if (healthy) return current ? badge("ok", "healthy") : badge("open", "the doctor looks again");
   return [badge("error", "sick"), " ", h("a", { href: ofRun(row.run, "doctor"), title: sentence },
     sentence ?? title ?? "warnings or errors that no rule explains")];

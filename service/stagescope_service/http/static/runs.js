@@ -3,7 +3,7 @@
 import { address, choose, nameOf, ofRun, ofSample, ofStep } from "./address.js";
 import { charts } from "./charts.js";
 import { withCommands } from "./commands.js";
-import { isOpen, stateOf } from "./doctor.js";
+import { changesDiagnosis, isOpen, stateOf } from "./doctor.js";
 import { badge, button, facts, form, gap, h, listed, quantity, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
@@ -52,8 +52,7 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
       get(`/runs/${part(name)}/worst`, since),
       pageOfSteps(name, { limit: RECENT }, since),
     ])).flat(),
-    concerns: (event) => own(event)
-      && ((event.event === "step" && event.closed && event.measured) || ["attempt", "finding"].includes(event.event)),
+    concerns: (event) => changesDiagnosis(event, name),
     draw: (diagnosis, worst, ...page) => band(name, diagnosis, worst, rowsOf(page)),
   });
   charts(view, { run: name, metrics, smooth, groups });

@@ -1,6 +1,7 @@
 // One step: its parts under their tabs, the steps before and after it, and what is kept of it.
 
 import { address, AGAIN, nameOf, ofRun, ofStep, parse } from "./address.js";
+import { isOver } from "./blocks.js";
 import { badge, form, h, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
@@ -30,8 +31,8 @@ export function step(view, params, user) {
   view.add(h("h1", {}, `Newest step of ${params.run}`));
   view.block({
     path: (since) => newestStep(params, since), leads: true,
-    concerns: ({ event, run, measured }) => event === "step" && run === params.run
-      && (measured || shown === undefined),
+    concerns: (event) => event.event === "step" && event.run === params.run
+      && (isOver(event) || shown === undefined),
     draw: (own) => {
       if (own === null) return h("p", {}, "No step has begun.");
       if (shown !== undefined) dispatchEvent(new Event(AGAIN));

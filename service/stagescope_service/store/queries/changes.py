@@ -38,8 +38,8 @@ class Recent(NamedTuple):
     attempts: list[ChangedRow]
     """Columns of `attempts`, the newest first."""
     steps: list[ChangedRow]
-    """`attempt_id`, `step`, `closed_wall`, `completeness`, `parts_mark` (of open steps), and of the
-    step summary `summary_wall` and `verdict`; the newest first."""
+    """`attempt_id`, `step`, `closed_wall`, `completeness`, `parts_mark` (of open steps),
+    `aggregated_wall`, and of the step summary `summary_wall` and `verdict`; the newest first."""
     findings: list[ChangedRow]
     """Columns of `findings`, the last seen first."""
     captures: list[ChangedRow]
@@ -121,7 +121,7 @@ def _steps(attempt_id: int) -> Query:
     return (
         sa.select(
             table.attempt_id, table.step, table.closed_wall, table.completeness, mark,
-            summary.summary_wall, summary.verdict,
+            table.summary_wall.label("aggregated_wall"), summary.summary_wall, summary.verdict,
         )
         .outerjoin(step_metrics, same)
         .where(table.attempt_id == attempt_id)
