@@ -167,6 +167,34 @@ def test_a_run_that_only_logs_numbers_is_followed(visit: Visit, live: Service) -
     assert visit.messages == []
 
 
+def test_numbers_that_come_late_or_under_a_new_name_are_drawn(visit: Visit, live: Service) -> None:
+    rank = Rank(live, run="late", world_size=1)
+    rank.begin("actor_update", 1)
+
+    def train(step: int) -> None:
+        rank.end("actor_update", step, scalars={"loss": 1.0 / step})
+        rank.begin("actor_update", step + 1)
+
+    train(1)
+    rank.say("log", step=1, scalars={"reward": 1.0})
+    visit.go("#/runs/late")
+    visit.page.wait_for_selector(".plot .xtick text")
+    visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+    visit.wait_until(f"{GROUPS}.length === 1")
+    reward = (
+        "[...document.querySelectorAll('.panel-plot .js-plotly-plot')].flatMap(e => e.data)"
+        ".find(({ y }) => y.includes(1) && !y.includes(0.5))"
+    )
+    train(2)
+    visit.wait_until(f"[...{reward}.x].includes(3)")  # as drawn once step 2 was over
+    rank.say("log", step=2, scalars={"reward": 5.0, "val/score": 0.3})
+    assert not visit.page.evaluate(f"[...{reward}.y].includes(5)")
+    train(3)
+    visit.wait_until(f"[...{reward}.y].includes(5)")
+    visit.wait_until(f"{GROUPS}.includes('val')")
+    assert visit.messages == []
+
+
 GROUPS: Final = "[...document.querySelectorAll('.groups summary strong')].map(e => e.textContent)"
 DRAWN: Final = "[...document.querySelectorAll('.groups h3')].map(e => e.firstChild.textContent)"
 FIRST: Final = "[...document.querySelectorAll('figure:not(.groups *) .panel-plot h3')]"

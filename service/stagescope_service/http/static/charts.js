@@ -107,9 +107,8 @@ class Groups extends Component {
     this.props.view.place(this);
   }
 
-  concerns({ event, run, closed, measured }) {
-    return run === this.props.run
-      && (event === "attempt" || (!this.groups.length && event === "step" && (closed || measured)));
+  concerns(event) {
+    return event.run === this.props.run && (isOver(event) || event.event === "attempt");
   }
 
   async load(since = 0) {

@@ -93,7 +93,7 @@ export class Figure {
     const steps = events.map((each) => (each.event === "step" ? each.step : -Infinity));
     const first = Math.min(...steps);
     try {
-      const isGrown = this.grows && this.shown && Number.isFinite(first);
+      const isGrown = this.grows && this.shown && !this.hasFailed && Number.isFinite(first);
       const answer = isGrown ? this.#grown(first, since) : get(this.path, since);
       plotly().catch(() => {}); // while the answer is awaited
       await this.#show(await answer);
@@ -109,8 +109,14 @@ export class Figure {
     }
   }
 
-  /** The figure with the steps from one on as they are now; the others are not sent again. */
-  async #grown(step, since) {
+  /**
+   * The figure with the steps from one on as they are now; the others are not sent again. The step before
+   * them is: some of its scalars may have come after it was over.
+   */
+  async #grown(first, since) {
+    const step = Math.max(...this.shown.figure.data.map(({ x }) =>
+      values(x).findLast((each) => each < first) ?? -Infinity));
+    if (!Number.isFinite(step)) return get(this.path, since);
     const news = await get(url(`/figures/${this.name}`, { ...this.params, from: step }), since);
     const figure = joined(this.shown.figure, news.figure, step);
     // With another panel or attempt, or a panel's first value, it is another drawing.
