@@ -77,8 +77,9 @@ async def stream(
     resumed or ended. A `step` has `step`, `closed`, `complete`, `aggregated` (its numbers are
     computed, if it has any), `measured` (it has some) and the `verdict` on its streams. A `finding`
     has `finding_id`, `step`, `kind`, `severity`, `message` and `over`. A `capture` has
-    `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). With `run` only events of
-    this run are sent. A comment is sent every 15 seconds. At most 200 clients may
+    `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). An `action` is an entry of
+    the audit, with its `action`: somebody renamed or deleted a run, set the triggers, pinned a step
+    or registered an engine. With `run` only events of this run, or of none, are sent. A comment is sent every 15 seconds. At most 200 clients may
     listen at a time. One more takes the place of the one that has listened longest, of the caller
     with the most places; that one may continue with its `Last-Event-ID`.
     """
@@ -111,7 +112,7 @@ class Change:
 
 
 def changes(before: Recent, after: Recent) -> Iterator[Change]:
-    """Yield what differs between two readings, by attempt, step, finding and capture."""
+    """Yield what differs between two readings, by attempt, step, finding, capture and action."""
     known = _index(before)
     attempts = {row["attempt_id"]: row for row in after.attempts}
     for key, row in _index(after).items():
@@ -128,7 +129,8 @@ def _index(recent: Recent) -> dict[Key, ChangedRow]:
     # When it was seen last changes all the time, and is no news.
     findings = ({**row, "last_wall": None} for row in reversed(recent.findings))
     found |= {("finding", row["finding_id"]): row for row in findings}
-    return found | {("capture", row["capture_id"]): row for row in reversed(recent.captures)}
+    found |= {("capture", row["capture_id"]): row for row in reversed(recent.captures)}
+    return found | {("action", row["audit_id"]): row for row in reversed(recent.actions)}
 
 
 def _change(event: str, row: ChangedRow, attempt: ChangedRow | None) -> Change:
@@ -167,11 +169,16 @@ def _capture_fields(row: ChangedRow) -> JsonObject:
     return {name: row.get(name) for name in names}
 
 
+def _action_fields(row: ChangedRow) -> JsonObject:
+    return {"action": row["action"]}
+
+
 _FIELDS: Final[Mapping[str, Callable[[ChangedRow], JsonObject]]] = {
     "attempt": _attempt_fields,
     "step": _step_fields,
     "finding": _finding_fields,
     "capture": _capture_fields,
+    "action": _action_fields,
 }
 
 

@@ -56,6 +56,24 @@ def test_rows_are_drawn_where_somebody_scrolls(live: Service) -> None:
             visit.wait_until(f"{ROWS}.split(',').length === {drawn}")
 
 
+def test_what_others_do_to_runs_is_seen(live: Service) -> None:
+    with chromium() as browser, visiting(browser, live) as visit:
+        _enter(visit, live, "#/runs?runs=fp8,bf16")
+        visit.wait_until("document.querySelectorAll('.compared .legendtext').length === 2")
+        visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+        assert live.operate.patch("/runs/old", json={"display_name": "base"}).status_code == 200
+        visit.wait_until("document.querySelector(\"tr[data-key='old'] a\").textContent === 'base'")
+        assert live.operate.delete("/runs/fp8?wait=10").json()["deleted"]
+        visit.wait_until(f"{ROWS} === 'bf16,old'")
+        visit.wait_until("location.hash === '#/runs?runs=bf16'")
+        visit.go("#/runs/old/doctor")
+        assert live.operate.patch("/runs/old", json={"display_name": "basis"}).status_code == 200
+        visit.wait_until("document.querySelector('#where').textContent.includes('basis')")
+        assert live.operate.delete("/runs/old?wait=10").json()["deleted"]
+        visit.wait_until("document.querySelector('h1').textContent.includes('There is no run old')")
+        assert visit.messages == []
+
+
 def test_runs_are_found_chosen_and_changed(live: Service) -> None:
     with chromium() as browser, visiting(browser, live) as visit:
         page = visit.page

@@ -203,6 +203,18 @@ def test_a_capture_from_the_request_to_its_dumps(live: Service, listen: Listen) 
     listener.next("capture", dumps={"complete": 1, "failed": 1})
 
 
+def test_what_somebody_changed_is_told(live: Service, listen: Listen) -> None:
+    Rank(live, world_size=1).say("finish")
+    listener = listen()
+    listener.next("hello")
+    assert live.operate.patch("/runs/r", json={"display_name": "mine"}).status_code == 200
+    named = listener.next("action")
+    assert (named["action"], named["run"], named["attempt"]) == ("change_run", "r", None)
+    assert "detail" not in named  # what was done, and to which run, is for all; the rest for admins
+    assert live.operate.delete("/runs/r?wait=10").json()["deleted"]
+    assert listener.next("action", action="run_deleted")["run"] == "r"
+
+
 def test_of_one_run_alone(live: Service, listen: Listen) -> None:
     mine = Rank(live, run="mine", display_name="my/run", world_size=1)
     other = Rank(live, run="other", world_size=1)

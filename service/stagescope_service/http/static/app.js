@@ -1,7 +1,7 @@
 // The frame of the page: which view an address shows, the login, the stream.
 
 import { address, AGAIN, nameOf, noteNames, ofRun, ofStep, parse } from "./address.js";
-import { View } from "./blocks.js";
+import { isAction, View } from "./blocks.js";
 import { canary, canaryVersion } from "./canary.js";
 import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
@@ -63,7 +63,7 @@ const TABS = [
 const PATIENCE_MS = 1500;
 const GREETING_MS = 300;
 const place = (id) => document.getElementById(id);
-const state = { view: null, user: null, archive: null, stream: "connecting", hash: null };
+const state = { view: null, user: null, archive: null, stream: "connecting", hash: null, since: 0 };
 
 // --- views ------------------------------------------------------------------------------------
 function find(parts) {
@@ -119,7 +119,8 @@ function show() {
     else Promise.race([view.ready, new Promise((done) => setTimeout(done, PATIENCE_MS))]).then(put);
   };
   if (isKnown(params)) draw();
-  else lackingOf(params).then(draw, () => draw()); // the view itself says what is wrong
+  else lackingOf(params, state.since).then(draw, () => draw()); // the view itself says what is wrong
+  state.since = 0;
 }
 
 // --- what an address names and is not there ---------------------------------------------------
@@ -191,6 +192,17 @@ function sayWhatIsThere(view, params, { sentence, links }) {
       if (events.length && await lackingOf(params, since) === null) dispatchEvent(new Event(AGAIN));
     },
   });
+}
+
+/** Show the name that somebody gave the run, and that somebody deleted it. */
+function followRun(event) {
+  const { params } = find(parse(location.hash).parts) ?? {};
+  if (!params?.run || event.run !== params.run) return;
+  if (isAction(event, "change_run")) lackingOf(params, performance.now()).catch(() => {});
+  if (!isAction(event, "run_deleted")) return;
+  there.clear();
+  state.since = performance.now();
+  dispatchEvent(new Event(AGAIN));
 }
 
 /** The way to the view: runs, run, step, ... */
@@ -294,6 +306,7 @@ function askForLogin() {
 
 const stream = new Stream((event) => {
   state.view?.notify(event);
+  followRun(event);
   const { params } = find(parse(location.hash).parts) ?? {};
   if (event.event === "step" && event.closed && event.measured && event.run === params?.run) {
     place("said").textContent = `step ${event.step} is measured: ${event.verdict}`;

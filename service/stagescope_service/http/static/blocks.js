@@ -26,6 +26,9 @@ function isNear(element) {
  */
 export const isOver = ({ event, aggregated }) => event === "step" && aggregated;
 
+/** Whether an event says that somebody did one of these things, as the audit names them. */
+export const isAction = ({ event, action }, ...names) => event === "action" && names.includes(action);
+
 /** A `path` that is asked once: for what does not change, or must not be drawn anew. */
 export function once(ask) {
   let answer = null;

@@ -25,6 +25,7 @@ export function choose(view, { run, a = "", b = "" }) {
       title: "Likely pairs",
       path: (since) => Promise.all([`/runs/${part(run)}/attempts`, url("/runs", { limit: MOST }),
         url("/steps", { run, limit: MOST })].map((path) => get(path, since))),
+      concerns: (event) => event.run === run && event.event === "attempt",
       draw: (attempts, runs, steps) => pairs(run, attempts.rows, runs.rows, steps.rows),
     });
     return;

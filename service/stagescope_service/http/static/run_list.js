@@ -1,6 +1,7 @@
 // The list of runs: what each is like, and those that are chosen over each other.
 
 import { nameOf, note, noteNames, ofRun, ofStep } from "./address.js";
+import { isAction } from "./blocks.js";
 import { Picker } from "./charts.js";
 import { badge, button, form, gap, h, holding, made, options, patch, problem } from "./dom.js";
 import { Figure } from "./figure.js";
@@ -70,18 +71,21 @@ class RunList extends Component {
     this.setState({});
   }
 
-  concerns({ event, closed, run }) {
-    return event === "attempt" || (event === "step" && closed)
+  concerns(change) {
+    const { event, closed, run } = change;
+    return event === "attempt" || (event === "step" && closed) || isAction(change, "change_run", "delete_run", "run_deleted")
       || (event === "finding" && this.rows.some((row) => row.run === run));
   }
 
   /** Ask for all pages, and draw each as it comes; after an event for the first alone: what is active comes first. */
   async load(since = 0, events = []) {
     clearTimeout(this.timer);
+    const gone = events.filter((event) => isAction(event, "run_deleted")).map((event) => event.run);
+    if (this.chosen.some((run) => gone.includes(run))) this.#choose(this.chosen.filter((run) => !gone.includes(run)));
     const { figure } = this;
-    if (figure && (!figure.shown || events.some((event) => this.chosen.includes(event.run)))) figure.load(since);
+    if (figure && (!figure.shown || events.some((event) => this.chosen.includes(event.run) && !isAction(event, "delete_run")))) figure.load(since);
     const rows = [];
-    const isPart = this.isRead && events.length > 0 && events.every((event) => event.event !== "hello");
+    const isPart = this.isRead && events.length > 0 && events.every((event) => !["hello", "action"].includes(event.event));
     try {
       for (let cursor = ""; cursor !== null;) {
         const limit = isPart ? ACTIVE : cursor ? PAGE : FIRST;

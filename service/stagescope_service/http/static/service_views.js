@@ -1,6 +1,7 @@
 // Lost data of a run, the engines that the service knows, and who did what.
 
 import { choose, nameOf, ofRun } from "./address.js";
+import { isAction } from "./blocks.js";
 import { badge, button, h, listed, quantity, when } from "./dom.js";
 import { bytes, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
@@ -14,7 +15,7 @@ export function lost(view, { run, attempt, cursor }) {
       + "Everything that is lost has a row here."));
   view.block({
     path: url("/losses/groups", { run, attempt, cursor, limit: 100 }),
-    concerns: (event) => event.run === run && event.event === "step",
+    concerns: (event) => event.run === run && ["step", "attempt"].includes(event.event),
     draw: ({ rows, next }) => table("Lost data", [
       ["what", "kind", HEAD], ["lost", "count", COUNT],
       ["size", (row) => quantity(row.bytes || null, "", "unknown", bytes), RIGHT],
@@ -33,6 +34,7 @@ export function engines(view, { check }) {
     button("Ask each for its health now", () => choose({ check: "1" }))));
   view.block({
     path: url("/engines", { limit: 200, check: check ? true : null }),
+    concerns: (event) => isAction(event, "add_engine", "remove_engine"),
     draw: ({ rows }) => table("Engines", [
       ["engine", "name", HEAD],
       ["", (row) => [badge(row.state), row.reason && ` ${row.reason}`]],
@@ -54,6 +56,7 @@ export function audit(view, { cursor }) {
     + "name of its access token, or of the user that the proxy names, and the name that its sender gave."));
   view.block({
     path: url("/audit", { cursor, limit: 100 }),
+    concerns: ({ event }) => event === "action",
     draw: ({ rows, next }) => table("Audit", [
       ["when", "wall", WHEN], ["who", "by", HEAD], ["what", "action"],
       ["run", ({ detail }) => detail?.run && h("a", { href: ofRun(detail.run) }, detail.run)],

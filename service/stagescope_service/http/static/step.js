@@ -1,7 +1,7 @@
 // One step: its parts under their tabs, the steps before and after it, and what is kept of it.
 
 import { address, AGAIN, nameOf, ofRun, ofStep, parse } from "./address.js";
-import { isOver } from "./blocks.js";
+import { isAction, isOver } from "./blocks.js";
 import { badge, form, h, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
@@ -167,7 +167,8 @@ function neighbourLinks({ run, step: own, attempt, isLatest }, { earlier, later 
 function kept(view, { run, step: at, attempt }, path, concerns, user) {
   const block = view.block({
     title: "Kept files and captures", path: [path("kept"), path("dumps")], lazy: true,
-    concerns: (event) => concerns(event) || (event.event === "capture" && event.run === run),
+    concerns: (event) => concerns(event) || isAction(event, "pin", "unpin")
+      || (event.event === "capture" && event.run === run),
     draw: (files, dumps) => [
       form({}, async () => {
         await send(files.pinned ? "DELETE" : "PUT", path("pin"));

@@ -1,6 +1,7 @@
 // The active rules, what fired, and what triggers may spend.
 
 import { nameOf, ofRun } from "./address.js";
+import { isAction, isOver } from "./blocks.js";
 import { badge, form, h, listed, quantity } from "./dom.js";
 import { bytes, count, seconds, share } from "./format.js";
 import { toStep } from "./links.js";
@@ -9,10 +10,12 @@ import { CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 /** Triggers of a run. */
 export function triggers(view, { run }) {
+  const concerns = (event) => (event.run === run && (event.event === "finding" || isOver(event)))
+    || isAction(event, "set_triggers", "pin", "unpin");
   view.add(h("h1", {}, `Triggers of ${nameOf(run)}`));
   view.block({
     title: "Budgets", path: url("/triggers", { run }),
-    concerns: (event) => event.run === run && ["capture", "finding"].includes(event.event),
+    concerns: (event) => concerns(event) || (event.run === run && event.event === "capture"),
     draw: ({ budgets }) => table("Budgets of captures", [
       ["run", "run", HEAD],
       ["captures", (row) => `${count(row.spent.captures)} of ${count(row.budget.captures)}`, RIGHT],
@@ -28,7 +31,7 @@ export function triggers(view, { run }) {
   });
   view.block({
     title: "What fired", path: url("/triggers/firings/groups", { run, limit: 50 }),
-    concerns: (event) => event.run === run && event.event === "finding",
+    concerns,
     draw: ({ rows }) => table("Firings", [
       ["rule", "rule", HEAD],
       ["first", (row) => toStep(run, row, `step ${row.step}`)],
@@ -49,7 +52,7 @@ export function triggers(view, { run }) {
   };
   view.block({
     title: "Active rules", path: url("/triggers", { run }),
-    concerns: (event) => event.run === run && event.event === "finding",
+    concerns,
     draw: ({ rules, revision, by, source, pinned }) => [
       h("p.quiet", {}, `Revision ${count(revision)}, ${source === "set" ? "set" : `from ${source}`}${by ? ` by ${by}` : ""}.`),
       table("Rules", [

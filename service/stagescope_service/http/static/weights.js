@@ -10,13 +10,16 @@ import { BADGE, CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 const VERDICTS = ["differs", "missing", "replicas differ", "not comparable", "not compared", "agrees"];
 
+/** Whether an event may come with weights of a run. */
+const concerning = (run) => (event) => event.run === run && ["step", "finding", "attempt"].includes(event.event);
+
 /** The versions of an attempt's weights. */
 export function weights(view, { run, attempt, cursor }) {
   view.add(h("h1", {}, `Weights of ${nameOf(run)}`),
     h("p", {}, h("a", { href: "#/devices" }, "Devices whose weights differed from their replicas'")));
   view.block({
     path: url("/weights", { run, attempt, cursor, limit: 100 }),
-    concerns: (event) => event.run === run && ["step", "finding"].includes(event.event),
+    concerns: concerning(run),
     draw: ({ rows, next }) => table("Versions of the weights", [
       ["version", (row) => h("a", { href: ofRun(run, "weights", row.version) }, row.version), { ...HEAD, ...RIGHT }],
       ["verdict", (row) => (row.differ || row.missing ? badge("differs")
@@ -49,6 +52,7 @@ export function version(view, { run, attempt, version: own, verdict = "", cursor
     picker("verdict", "Show", [["", "all"], ...VERDICTS], verdict)));
   view.block({
     path: url(`/weights/${part(own)}`, { run, attempt, verdict, cursor, limit: 200 }),
+    concerns: concerning(run),
     draw: ({ rows, next, counts, complete }) => [
       h("p.lead", {}, listed(VERDICTS.filter((each) => counts[each]).map((each) =>
         badge(each === "replicas differ" ? "partial" : each, `${count(counts[each])} ${each}`)), " "),

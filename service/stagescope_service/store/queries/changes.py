@@ -12,6 +12,7 @@ from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import (
     TABLES,
     attempts,
+    audit,
     canary_verdicts,
     dumps,
     findings,
@@ -30,6 +31,9 @@ _MAX_STEPS: Final = 64
 _MAX_FINDINGS: Final = 64
 _MARKED_ATTEMPTS: Final = 3
 _MAX_CAPTURES: Final = 64
+_MAX_ACTIONS: Final = 32
+_OF_RUN: Final = ("change_run", "delete_run", "run_deleted")
+"""Actions whose details name a run, and are short."""
 
 
 class Recent(NamedTuple):
@@ -45,6 +49,8 @@ class Recent(NamedTuple):
     captures: list[ChangedRow]
     """Columns of `captures`, the last requested first. Active ones have `acknowledged` (live
     processes of the run that applied its revision) and `dumps` (state -> number)."""
+    actions: list[ChangedRow]
+    """`audit_id`, `action` and `run` (or None) of the audit; the newest first."""
 
 
 class ChangeQueries(Reader):
@@ -68,7 +74,10 @@ class ChangeQueries(Reader):
             by_attempt = (rows(dict[str, Any], connection, _findings(each)) for each in ids)
             seen = [row for each in by_attempt for row in each]
             seen.sort(key=lambda row: (-(row["last_wall"] or 0.0), row["finding_id"]))
-            return Recent(running, found, seen[:_MAX_FINDINGS], requested)
+            done = rows(dict[str, Any], connection, _actions())
+            for row in done:
+                row["run"] = (row.pop("detail") or {}).get("run")
+            return Recent(running, found, seen[:_MAX_FINDINGS], requested, done)
 
     def change_mark(self, attempt_ids: Sequence[int]) -> str:
         """Return a text that changes when steps, findings, losses, dumps or canaries do.
@@ -139,6 +148,13 @@ def _findings(attempt_id: int) -> Query:
 def _captures() -> Query:
     names = "capture_id run state revision created_wall removed_wall"
     return _newest("captures", names, "-created_wall", _MAX_CAPTURES)
+
+
+def _actions() -> Query:
+    table = audit.c
+    detail = sa.case((table.action.in_(_OF_RUN), table.detail)).label("detail")
+    newest = table.audit_id.desc()
+    return sa.select(table.audit_id, table.action, detail).order_by(newest).limit(_MAX_ACTIONS)
 
 
 def _newest(name: str, columns: str, order: str, most: int) -> Query:
