@@ -56,6 +56,26 @@ def test_rows_are_drawn_where_somebody_scrolls(live: Service) -> None:
             visit.wait_until(f"{ROWS}.split(',').length === {drawn}")
 
 
+def test_a_run_that_trains_is_healthy_again_soon_after_each_step(live: Service) -> None:
+    rank = Rank(live, run="now", world_size=1)
+
+    def train(step: int) -> None:
+        rank.stage("actor_compute_log_prob", step, payload(seed=step, noise=0.01))
+        rank.begin("actor_update", step)
+        rank.end("actor_update", step)
+
+    train(1)
+    with chromium() as browser, visiting(browser, live) as visit:
+        _enter(visit, live, "#/runs")
+        row = "document.querySelector('tr[data-key=now]').textContent"
+        for step in range(2, 8):
+            train(step)
+            visit.wait_until(
+                f"/not measured.*{step - 1}|healthy.*{step - 1}|again.*{step - 1}/.test({row})"
+            )
+        visit.wait_until(f"{row}.includes('healthy')", seconds=12)
+
+
 def test_what_others_do_to_runs_is_seen(live: Service) -> None:
     with chromium() as browser, visiting(browser, live) as visit:
         _enter(visit, live, "#/runs?runs=fp8,bf16")

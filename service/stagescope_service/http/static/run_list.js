@@ -106,7 +106,7 @@ class RunList extends Component {
       if (!error.problem) throw error;
     }
     const waits = rows.some((row) => !row.judgement?.current && row.deleting_wall === null);
-    this.pause = Math.min(1.5 * (this.pause ?? AGAIN_MS), LONGEST_MS);
+    this.pause = events.length || !waits ? AGAIN_MS : Math.min(1.5 * (this.pause ?? AGAIN_MS), LONGEST_MS);
     if (waits && this.view.isOpen) this.timer = setTimeout(() => this.load(performance.now()), this.pause);
   }
 
