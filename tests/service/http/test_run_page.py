@@ -259,4 +259,7 @@ def test_a_click_leads_from_an_arrived_dump_to_its_operators(visit: Visit, live:
     visit.wait_until(f"{calls} || document.querySelectorAll('main table').length > 1")
     assert "actor 1" in visit.page.inner_text("h1")
     assert "blocks.0" in visit.page.inner_text("main")
+    scrolled = "e => e.scrollWidth > e.clientWidth"
+    visit.page.evaluate("document.body.style.width = '1100px'")
+    assert not visit.page.evaluate(f"[...document.querySelectorAll('.scroll')].some({scrolled})")
     assert visit.messages == []

@@ -91,7 +91,7 @@ export function operators(view, params) {
       ], tables, { key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}/${row.capture_id}`,
         empty: "There is no dump of it." }),
       tables.length > 0 && table("Operator calls in execution order", [
-        ["order", "order", COUNT], ["call", "name", { ...HEAD, ...CODE }],
+        ["order", "order", COUNT], ["call", "name", { ...HEAD, ...CODE, ...WIDE }],
         ["what", (row) => [row.section, row.index && ` ${row.index}`]],
         ["dtype", (row) => row.dtype ?? row.type ?? ""],
         ["shape", (row) => (row.shape ? row.shape.join(" × ") : "")],
