@@ -25,6 +25,7 @@ export function canary(view, { run, attempt, cursor }) {
     path: url("/canary", { run, attempt, cursor, limit: 100 }),
     concerns,
     draw: ({ rows, next }) => {
+      if (!rows.length && !cursor) return []; // the figure says so
       const shown = PAIRS.filter((name) => rows.some((row) => row.pairs.some(({ pair }) => pair === name)));
       return table("Versions that a canary scored", [
         ["version", (row) => h("a", { href: ofRun(run, "canary", row.version) }, row.version), { ...HEAD, ...RIGHT }],
@@ -34,8 +35,7 @@ export function canary(view, { run, attempt, cursor }) {
         ...shown.map((name) => columnOf(name, rows)),
         ["cause", (row) => listed(row.causes.map((code) => h("code", {}, code)))],
         ["problem", "problem", WIDE], ["when", "wall", WHEN],
-      ], rows, { key: (row) => `${row.version}/${row.source}`, next, more: "Earlier versions",
-        empty: "No canary was scored: probe.canary(engine=...) after each weight sync." });
+      ], rows, { key: (row) => `${row.version}/${row.source}`, next, more: "Earlier versions" });
     },
   });
 }

@@ -100,7 +100,7 @@ class BundleKeeper:
         except StagescopeError as error:
             return step, f"{died}; it could not be bundled: {describe(error)}", None
         size = format_bytes(made.bytes)
-        return step, f"{died}: it lies as a bundle of {size} in {path}", path
+        return step, f"{died}. It was saved as a bundle of {size} in {path}", path
 
     def _delete_oldest(self, newest: Path) -> None:
         """Delete the oldest bundles beyond the room for all, but not the newest."""
