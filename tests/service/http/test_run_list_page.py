@@ -104,6 +104,10 @@ def test_runs_are_found_chosen_and_changed(live: Service) -> None:
         visit.wait_until(f"{ROWS} === 'fp8,bf16,old'")
         visit.wait_until("document.querySelectorAll('.spark path').length === 6")
         visit.wait_until("!document.body.textContent.includes('the doctor looks')")
+        headings = page.eval_on_selector_all(
+            ".settings td", "all => all.map(e => e.dataset.heading)"
+        )
+        assert headings[:2] == ["fp8", "bf16"]  # what a narrow page shows beside the value
         assert visit.problems() == []
         page.get_by_label("draw old").check()
         assert page.evaluate("location.hash") == "#/runs?runs=fp8%2Cbf16%2Cold"

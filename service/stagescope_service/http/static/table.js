@@ -23,7 +23,7 @@ export function table(caption, columns, rows, {
   const cells = (at) => shown.map(([heading, own, options]) =>
     h(options.head ? "th" : "td", {
       scope: options.head ? "row" : null,
-      "data-heading": stacks && !options.head && heading && own[at] !== "" ? heading : null,
+      "data-heading": stacks && !options.head && own[at] !== "" && textOf(heading) || null,
       class: options.right ? "right" : options.wide && "wrap",
     }, own[at]));
   return [h("div.scroll", { tabindex: 0, role: "region", "aria-label": caption },
@@ -35,6 +35,9 @@ export function table(caption, columns, rows, {
         h("tr", { "data-key": key ? key(row) : at, class: rowClass ? rowClass(row) : "" }, cells(at)))))),
   next && button(more, () => choose({ cursor: next }))];
 }
+
+/** The words of a heading, which may have a sign beside them. */
+const textOf = (heading) => [heading].flat().filter((each) => typeof each === "string").join("");
 
 /** A column with its cells in place of what makes them. */
 function drawn([heading, cell = heading, options = {}], rows) {
