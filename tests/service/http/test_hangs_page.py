@@ -9,6 +9,7 @@ from tests.service.views.hangs.test_hangs import block
 from tests.support.api import Rank, service
 from tests.support.browser import axe_problems, chromium
 from tests.support.page import visiting
+from tests.tools.pictured_scenes import HANGING, hanging
 
 pytest.importorskip("playwright.sync_api")
 
@@ -31,3 +32,15 @@ def test_it_names_the_collective_and_the_line_of_each_rank(tmp_path: Path, width
             assert found.count("f (t.py:1)") == 3  # in the sentence, and of each rank
             assert "not entered" in found
             assert axe_problems(visit.page) == []
+
+
+def test_the_time_that_a_rank_is_quiet_goes_on(tmp_path: Path) -> None:
+    with service(tmp_path / "home", recorded=False) as live, chromium() as browser:
+        hanging(live)
+        with visiting(browser, live) as visit:
+            visit.page.goto(f"{live.server.url}/#/runs/{HANGING}/hangs")
+            visit.log_in(live.tokens.operate)
+            quiet = "document.querySelector('main time[data-since]')"
+            visit.wait_until(f"{quiet}?.textContent.startsWith('3 min')")
+            first = visit.page.evaluate(f"{quiet}.textContent")
+            visit.wait_until(f"{quiet}.textContent !== '{first}'")

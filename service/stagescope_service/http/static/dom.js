@@ -3,7 +3,7 @@
 
 import { Component, h as vnode, render } from "./preact.mjs";
 import { choose } from "./address.js";
-import { ago, clockTime, number } from "./format.js";
+import { ago, clockTime, number, seconds } from "./format.js";
 import { explained } from "./words.js";
 
 const parsed = new Map(); // selector -> its tag, id and classes
@@ -154,8 +154,18 @@ export function when(wall) {
   return h("time", { datetime: date, title: clockTime(wall), "data-wall": wall }, ago(wall));
 }
 
-/** Update what `when` made; called now and then. */
+/** How long something has lasted that goes on, in seconds when the service answered. */
+export function lasting(value) {
+  const since = Date.now() / 1000 - value;
+  return h("time.number", { "data-since": since, datetime: `PT${Math.round(value)}S` }, seconds(value));
+}
+
+/** Update what `when` and `lasting` made; called now and then. */
 export function refreshTimes() {
+  for (const time of document.querySelectorAll("time[data-since]")) {
+    const text = seconds(Math.round(Date.now() / 1000 - Number(time.dataset.since)));
+    if (time.firstChild.data !== text) time.firstChild.data = text;
+  }
   for (const time of document.querySelectorAll("time[data-wall]")) {
     const text = ago(Number(time.dataset.wall));
     if (time.firstChild.data !== text) time.firstChild.data = text; // Preact goes on using the node

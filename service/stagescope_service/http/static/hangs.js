@@ -1,7 +1,7 @@
 // Who holds up the others, and what every process is doing.
 
 import { choose, nameOf } from "./address.js";
-import { badge, button, form, gap, h, quantity, when } from "./dom.js";
+import { badge, button, form, gap, h, lasting, quantity, when } from "./dom.js";
 import { count, plural, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
 import { get, send, url } from "./service.js";
@@ -41,7 +41,7 @@ export function hangs(view, { run, role, rank }, user) {
         ["step", ({ step }) => toStep(run, { step, attempt: found.attempt }), RIGHT],
         ["stage", (row) => row.stage || "between stages"],
         ["", "status"],
-        ["quiet for", (row) => quantity(row.seconds, "", "", seconds), RIGHT],
+        ["quiet for", (row) => row.seconds === null ? "" : lasting(row.seconds), RIGHT],
         ["usual", (row) => quantity(row.usual_seconds, "", "not known", seconds), RIGHT],
         ["others", (row) => `${row.ranks_ended} of ${row.ranks} ended, ${row.ranks_begun} begun`],
         ["process", (row) => badge(row.process === "live" ? "live" : "missing", row.process)],
