@@ -76,6 +76,35 @@ def test_a_run_that_trains_is_healthy_again_soon_after_each_step(live: Service) 
         visit.wait_until(f"{row}.includes('healthy')", seconds=12)
 
 
+def test_runs_over_each_other_have_what_came_while_the_service_was_away(live: Service) -> None:
+    rank = Rank(live, run="now", world_size=1)
+
+    def train(step: int) -> None:
+        rank.stage("actor_compute_log_prob", step, payload(seed=step, noise=0.01))
+        rank.begin("actor_update", step)
+        rank.end("actor_update", step)
+
+    train(1)
+    train(2)
+    with chromium() as browser, visiting(browser, live) as visit:
+        _enter(visit, live, "#/runs?runs=now")
+        steps = "(document.querySelector('.compared .plot').data ?? []).flatMap(e => [...e.x])"
+        visit.wait_until(f"{steps}.includes(1)")
+        is_live = "document.querySelector('#session').textContent.includes('live')"
+        visit.wait_until(is_live)
+        port = live.server.port
+        live.server.stop()
+        visit.wait_until(f"!{is_live}")
+        train(3)
+        rank.say("finish")
+        watcher = live.app.state.watcher  # another process knows nothing of what was sent
+        watcher._name, watcher._recent = "other", None
+        live.server._requested_port = port
+        live.server.start(wait_for_port=10)
+        visit.wait_until(is_live, seconds=60)
+        visit.wait_until(f"{steps}.includes(3)")
+
+
 def test_what_others_do_to_runs_is_seen(live: Service) -> None:
     with chromium() as browser, visiting(browser, live) as visit:
         _enter(visit, live, "#/runs?runs=fp8,bf16")

@@ -83,7 +83,8 @@ class RunList extends Component {
     const gone = events.filter((event) => isAction(event, "run_deleted")).map((event) => event.run);
     if (this.chosen.some((run) => gone.includes(run))) this.#choose(this.chosen.filter((run) => !gone.includes(run)));
     const { figure } = this;
-    if (figure && (!figure.shown || events.some((event) => this.chosen.includes(event.run) && !isAction(event, "delete_run")))) figure.load(since);
+    const isOld = (event) => event.event === "hello" || (this.chosen.includes(event.run) && !isAction(event, "delete_run"));
+    if (figure && (!figure.shown || events.some(isOld))) figure.load(since);
     const rows = [];
     const isPart = this.isRead && events.length > 0 && events.every((event) => !["hello", "action"].includes(event.event));
     try {
