@@ -200,8 +200,9 @@ class Metrics(Mapping[str, float]):
         """Return what a reader must know about the numbers, one sentence per line."""
         notes = []
         if self.complete != "complete":
-            missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
-            notes.append(f"complete: {self.complete}{missing}")
+            word = "waiting for" if self.complete == "open" else "missing"
+            absent = f", {word} {render.format_value(self.missing)}" if self.missing else ""
+            notes.append(f"complete: {self.complete}{absent}")
         if tokens := token_accounting(self._about.get("coverage") or {}):
             notes.append(tokens)
         notes += coverage_notes(self._about.get("coverage") or {})

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from stagescope.answers import Record
 from stagescope.link_text import session_call
-from stagescope.table import Row, Table
+from stagescope.table import RAISE_LIMIT, Row, Table
 from stagescope_wire import render
 from stagescope_wire.links import Link, LinkText, links_from_json, reworded
 from stagescope_wire.nonfinite import JsonObject
@@ -81,7 +81,7 @@ class FindingRows(Table):
         if not len(self._groups):
             return ["(none)"]
         lines: list[str] = []
-        for group in self._groups[: _SHOWN if rows is None else rows]:
+        for group in self._groups[:rows]:
             lines += self._paragraph(group, width)
         return lines + [line for note in self._notes(rows) for line in wrapped("", note, width)]
 
@@ -103,9 +103,10 @@ class FindingRows(Table):
         return _title({**group, "run": None} if is_named else group)
 
     def _notes(self, rows: int | None) -> list[str]:
-        shown = min(len(self._groups), _SHOWN if rows is None else rows)
+        shown = len(self._groups[:rows])
         total = int(self._groups.about.get("groups") or len(self._groups))
-        notes = [f"... {total - shown} more groups (see limit)"] if total > shown else []
+        hidden = render.counted(total - shown, "more group")
+        notes = [f"... {hidden}{RAISE_LIMIT}"] if total > shown else []
         if self._groups.about.get("truncated"):
             notes.append(f"only the newest {self._groups.about['grouped']} were looked at")
         if "finding_id" in self._groups.names:
@@ -114,11 +115,11 @@ class FindingRows(Table):
         return notes
 
     def __repr__(self) -> str:
-        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+        return "\n".join([render.clip(self.heading, 80), *self.lines(rows=_SHOWN)])
 
     def _repr_html_(self) -> str:
         body = "".join(self._html_group(group) for group in self._groups[:_SHOWN])
-        lines = self._notes(None) if len(self._groups) else []
+        lines = self._notes(_SHOWN) if len(self._groups) else []
         notes = "".join(f"<div>{escaped(note)}</div>" for note in lines)
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return html_block(self.heading, f"{body}{empty}{notes}")
@@ -142,8 +143,10 @@ class Finding(Record):
     __slots__ = ("_link_text",)
 
     def __init__(self, answer: JsonObject, *, link_text: LinkText = session_call) -> None:
-        severity, kind = answer.get("severity") or "finding", answer.get("kind")
-        super().__init__(answer, title=f"{severity}: {kind} ({answer.get('finding_id')})")
+        # The severity comes last: a first word `error:` reads as a failure of the command.
+        title = f"finding {answer.get('finding_id')}: {answer.get('kind')}"
+        severity = answer.get("severity")
+        super().__init__(answer, title=f"{title} (severity {severity})" if severity else title)
         self._link_text = link_text
 
     def lines(self, *, width: int = 80) -> list[str]:
@@ -215,7 +218,7 @@ _OF_VERDICT: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found"
 _LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
 _LOGGED: Final = "log it"
 _WAIT: Final = "wait for more steps"
-_NOTHING: Final = "nothing that can be recorded"
+_NOTHING: Final = "nothing to do: they need what this run does not have, such as a restart"
 _SHOWN_SHARE: Final = 0.01
 """Minimum share of a part of the mismatch that is displayed without `all()`."""
 
@@ -390,8 +393,14 @@ def _paragraph(cause: Row, explained: Sequence[Row], width: int) -> list[str]:
     if explained:
         lines.append(f"  it explains {render.counted(len(explained), 'symptom')}:")
         for row in explained:
-            lines += wrapped("  * ", str(row["sentence"]), width)
+            lines += wrapped("  * ", _explained(row), width)
     return lines
+
+
+def _explained(row: Row) -> str:
+    """Return the sentence of an explained symptom; without a first step its evidence follows."""
+    evidence = row["for"] if row["since_step"] is None else ()
+    return f"{row['sentence']}: {evidence[0]}" if evidence else str(row["sentence"])
 
 
 def _parts(parts: Sequence[Row], width: int) -> list[str]:

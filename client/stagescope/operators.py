@@ -165,12 +165,15 @@ def _of_unknown(count: int) -> str:
 
 
 def _not_read(row: Row) -> str:
-    """Return how many calls the search skipped because they do not read their memory."""
+    """Return how many calls the search skipped because they do not read their memory; or ""."""
     count = row.get("not_read")
     if not count:
         return ""
-    calls = render.counted(count, "call that hands", "calls that hand")
-    return f", {calls} on memory without reading it left out"
+    calls = render.counted(
+        count, "call that only passes memory on and never reads it",
+        "calls that only pass memory on and never read it",
+    )  # fmt: skip
+    return f" (not searched: {calls})"
 
 
 class Divergence(Record):

@@ -17,12 +17,15 @@ from stagescope_wire.render_html import escaped, html_block, html_line
 from stagescope_wire.sparkline import Value, sparkline, step_ranges
 
 _AGAIN_MARK: Final = "^"
+_RESTART_MARK: Final = "|"
 _STEP_FIELDS: Final = frozenset({
     "steps", "attempts", "superseded_by", "complete", "comparable", "begun_again", "reasons",
     "nonfinite",
 })  # fmt: skip
 """Fields of an answer with one entry per step; they become columns."""
 _SHOWN: Final = 64
+_RESTARTS: Final = 6
+"""Most restarts that a text lists."""
 _READABLE: Final = 40
 """Characters of a sparkline beside its summary, unless it has fewer steps."""
 
@@ -92,7 +95,10 @@ class Series(Table):
         return [(step, reason) for step, reason in pairs if reason is not None]
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return a sparkline per series with its extremes, then the gaps and verdicts."""
+        """Return a sparkline per series with its extremes, then the gaps and verdicts.
+
+        Below the sparklines `|` marks where another attempt begins, `^` a step that was repeated.
+        """
         if not len(self):
             return [
                 line for note in self._empty_notes() for line in render.wrapped("", note, width)
@@ -112,18 +118,37 @@ class Series(Table):
             bars = f"{label}{sparkline(self[name], room)}"
             summary = facts[name]
             lines += [bars, f"  {summary}"] if is_narrow else [bars + render.GAP + summary]
-        if shown and any(self["begun_again"]):
-            lines.append(" " * indent + self._marks(room))
+        if shown and (marks := self._marks(room)):
+            lines.append(" " * indent + marks)
         if len(shown) < len(self.series):
             lines.append(f"... {len(self.series) - len(shown)} more series")
-        return lines + [line for note in self.notes() for line in render.wrapped("", note, width)]
+        notes = [*self._restart_notes(), *self.notes()]
+        return lines + [line for note in notes for line in render.wrapped("", note, width)]
+
+    def _restarts(self) -> list[int]:
+        """Return the places of the rows at which another attempt than before begins."""
+        attempts = self["attempt"]
+        return [at for at in range(1, len(attempts)) if attempts[at] != attempts[at - 1]]
 
     def _marks(self, width: int) -> str:
-        """Return a line with a `^` below each step of a sparkline that was repeated."""
-        again = [bool(ranks) for ranks in self["begun_again"]]
-        return "".join(
-            _AGAIN_MARK if any(again[a:b]) else " " for a, b in step_ranges(len(again), width)
-        )
+        """Return the line of marks below a sparkline; "" for none. A restart hides a repetition."""
+        restarts, again = {*self._restarts()}, [bool(ranks) for ranks in self["begun_again"]]
+        marks = ""
+        for begin, end in step_ranges(len(again), width):
+            if restarts.intersection(range(begin, end)):
+                marks += _RESTART_MARK
+            else:
+                marks += _AGAIN_MARK if any(again[begin:end]) else " "
+        return marks.rstrip()
+
+    def _restart_notes(self) -> list[str]:
+        """Return which attempts begin where, for the marks of restarts."""
+        begins = [f"attempt {self['attempt'][at]} at step {self['step'][at]}"
+                  for at in self._restarts()]  # fmt: skip
+        if not begins:
+            return []
+        more = f" and {len(begins) - _RESTARTS} more" if len(begins) > _RESTARTS else ""
+        return [f"{_RESTART_MARK} begin of {', '.join(begins[:_RESTARTS])}{more}"]
 
     def notes(self) -> list[str]:
         """Return which steps these are, which have no value and why, and which are doubtful."""
@@ -177,9 +202,8 @@ class Series(Table):
 
     def _repr_html_(self) -> str:
         """Return one line per series: dashed rules before attempts, triangles at repeated steps."""
-        attempts, again = self["attempt"], self["begun_again"]
-        rules = [at for at in range(1, len(attempts)) if attempts[at] != attempts[at - 1]]
-        marks = [at for at, ranks in enumerate(again) if ranks]
+        rules = self._restarts()
+        marks = [at for at, ranks in enumerate(self["begun_again"]) if ranks]
         rows = []
         for name in self.series[:_SHOWN] if len(self) else ():
             facts = _summary(self["step"], self[name])

@@ -78,32 +78,28 @@ class Step:
         return Metrics.from_answer(self._session.get(self._path("metrics"), **params))
 
     def rounds(
-        self, *, by: Literal["round", "turn", "staleness"] | None = None, stage: OptStr = None,
+        self, *, by: Literal["round", "turn", "staleness"] = "round", stage: OptStr = None,
         role: OptStr = None, rank: OptInt = None, limit: int = LIMIT,
     ) -> PlottedTable:  # fmt: skip
         """Return the mismatch per round, or per true turn or staleness.
 
-        The default is the true turn where `turn_ids` are recorded, else the round. Rounds are
-        segments of the mask: a turn that is masked as a whole has no number there.
+        Rounds are segments of the mask: a turn that is masked as a whole is in none, and adjacent
+        turns are one round. Where `turn_ids` are recorded, `by="turn"` lists the true turns.
 
         `about["whole"]` has the same columns for the step: the sum of the rows. `comparable` is
         about a row's own tokens, `step_comparable` about the whole step. The text marks a row with
         `*` if it can be compared and the step cannot. `plot` compares the rounds of the step with
-        the steps before. It cannot draw turns: ask with `by="round"`.
+        the steps before. It does not draw turns.
 
         Usage:
-            >>> session.step(5).rounds(by="round").plot(compare=3)
+            >>> session.step(5).rounds().plot(compare=3)
         """
-        filters = {"by": by, "stage": stage, "role": role, "rank": rank}
-        table = self._table("rounds", limit, **filters)
-        if by is None and table.about.get("turns"):
-            filters["by"] = "turn"
-            table = self._table("rounds", limit, **filters)
-        label = str(filters["by"] or "round")
-        filters["by"] = None if label == "round" else label
+        filters = {"stage": stage, "role": role, "rank": rank}
+        own_by = None if by == "round" else by
         return PlottedTable.drawn_by(
-            table, functools.partial(self.figure, "rounds"), label=label, column="abs_diff_mean",
-            refusal=_of_slice(filters),
+            self._table("rounds", limit, by=by, **filters),
+            functools.partial(self.figure, "rounds"), label=by, column="abs_diff_mean",
+            refusal=_of_slice({"by": own_by, **filters}),
         )  # fmt: skip
 
     def ranks(

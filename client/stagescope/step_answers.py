@@ -17,8 +17,8 @@ from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
 from stagescope_wire.render_html import escaped, html_block
 
-_LACKS: Final = {"gap": "", "missing": "missing "}
-"""Column of data that a step lacks -> prefix of its value in text."""
+_LACKS: Final = ("gap", "missing")
+"""Columns of data that a step lacks."""
 
 
 class Steps(Table):
@@ -34,15 +34,20 @@ class Steps(Table):
         others = (name for name in self.names if name not in named)
         lines = self.select(*others).lines(width=width, rows=rows)
         lacking = render.grouped(
-            (_LACKS[name] + render.format_value(row[name]), row["step"])
-            for row in self[:rows]
-            for name in named
-            if row[name]
+            (_lacking(row, name), row["step"]) for row in self[:rows] for name in named if row[name]
         )
         for text, steps in lacking.items():
             at = render.ranges_text("step", sorted({*steps}))
             lines += render.wrapped("", f"{at}: {text}", width)
         return lines
+
+
+def _lacking(row: Row, name: str) -> str:
+    """Return what a step lacks; ranks that an open one waits for are not missing."""
+    text = render.format_value(row[name])
+    if name == "gap":
+        return text
+    return f"open, waiting for {text}" if row.get("complete") == "open" else f"missing {text}"
 
 
 _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")

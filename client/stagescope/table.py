@@ -30,6 +30,8 @@ Row: TypeAlias = dict[str, Json]
 """Column -> value of one row."""
 
 SHOWN_ROWS: Final = 20
+RAISE_LIMIT: Final = " (raise --limit; in Python: limit=)"
+"""How to see rows that the limit left out."""
 
 
 class Table:
@@ -261,7 +263,11 @@ class Table:
         if self._has_step_verdicts:
             pairs = zip(self["comparable"], self["step_comparable"], strict=True)
             steps = dict.fromkeys(step for own, step in pairs if is_misleading(own, step))
-            foot += [f"{MARK} its own tokens: the step is {step}" for step in steps]
+            foot += [
+                f"{MARK} judged by the tokens of this row alone; the whole step is {step}"
+                for step in steps
+            ]
+        foot += turns_note(about)
         foot += begun_again(about)
         if "begun_again" in self._columns and "step" in self._columns:
             foot += begun_again_steps(self)
@@ -277,7 +283,8 @@ class Table:
         if rows is not None and self._length > rows:
             notes.append(f"... {self._length - rows} more rows")
         if self._truncated:
-            notes.append(f"truncated at {self._length} rows: the service has more (see limit)")
+            shown = render.counted(self._length, "row")
+            notes.append(f"truncated at {shown}: the service has more{RAISE_LIMIT}")
         return notes
 
     def _row(self, index: int) -> Row:
@@ -329,6 +336,14 @@ def comparability_notes(about: JsonObject) -> list[str]:
 def reason_text(item: JsonObject) -> str:
     """Return a reason against a comparison: its code, verdict and text."""
     return ": ".join(str(item[name]) for name in ("code", "verdict", "text") if item.get(name))
+
+
+def turns_note(about: JsonObject) -> list[str]:
+    """Return where the true turns of rows by round are, if the step has any."""
+    if about.get("by") != "round" or not about.get("turns"):
+        return []
+    count = render.counted(about["turns"], "true turn")
+    return [f'this step has {count}: --by turn lists them (in Python: by="turn")']
 
 
 def begun_again(about: JsonObject) -> list[str]:

@@ -256,9 +256,8 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
         lines.append(line({name: cells[name][row] for name in widths}))
         lines += [f"{GAP}{cells[n][row]}" for n in below if columns[n][row] is not None]
     if left_out:
-        lines += textwrap.wrap(
-            "more columns: " + ", ".join(left_out), width=width, subsequent_indent="  "
-        )
+        text = f"more columns with --wide (in Python: select): {', '.join(left_out)}"
+        lines += textwrap.wrap(text, width=width, subsequent_indent="  ")
     return lines
 
 

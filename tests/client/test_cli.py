@@ -175,7 +175,7 @@ def test_a_bundle_is_a_tar_gz(service: Answering, tmp_path: Path) -> None:
 def test_a_narrow_terminal_is_kept_to(service: Answering) -> None:
     narrow = ask(service, "tokens", "5", "--limit", "3", width=40).stdout
     assert max(map(len, narrow.splitlines())) <= 40
-    assert "truncated at 3 rows" in " ".join(narrow.split())
+    assert "truncated at 3 rows: the service has more (raise --limit;" in " ".join(narrow.split())
 
 
 def test_help_lists_the_exit_codes_and_every_command() -> None:

@@ -84,7 +84,6 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
 def test_a_slice_has_no_figure(session: Session) -> None:
     with pytest.raises(InvalidInput, match="of a slice \\(rank 1\\)"):
         session.step(5).rounds(rank=1).plot()
-    assert traces(session.step(5).rounds(by="round").plot())
     with pytest.raises(InvalidInput, match="by turn"):
         session.step(5).rounds(by="turn").plot()
 

@@ -115,7 +115,9 @@ def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
     text = printed("finding", shown[0])
     for words in ("10 NaN in old, of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
         assert words in text
+    # The first word is no `error:`, which would read as a failure of the command.
     found = session.finding(shown[0])
+    assert text.startswith(f"finding {found['finding_id']}: {found['kind']} (severity error)\n")
     assert found["advice"].startswith("see /steps/10/tokens")
     assert [(each["noun"], each["step"]) for each in found["see"]] == [("tokens", 10)]
     assert 'session.step(10, run="' in str(found)

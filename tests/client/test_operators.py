@@ -103,8 +103,8 @@ def test_calls_that_the_search_skipped_are_reported(session: Session) -> None:
     rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]
     about = {**found.about, "earliest": {**found.about["earliest"], "not_read": 1}}
     text = " ".join(NonFiniteOperators.from_table(Table.from_rows(rows, about=about)).lines())
-    assert "all finite, 3 calls that hand on memory without reading it left out" in text
-    assert ", 1 call that hands on memory without reading it left out" in text
+    assert "all finite (not searched: 3 calls that only pass memory on and never read it)" in text
+    assert " (not searched: 1 call that only passes memory on and never reads it)" in text
 
 
 def test_the_first_divergent_operator_is_named(session: Session) -> None:

@@ -57,7 +57,7 @@ def test_ids_and_times_are_not_shortened_and_empty_columns_are_dropped_first() -
     assert "0123456789abcdef" in lines[2]
     assert "1970-01-01 00:00:00Z" in lines[2]
     assert "y" * 24 in lines[2]
-    assert lines[3] == "more columns: empty"
+    assert lines[3] == "more columns with --wide (in Python: select): empty"
 
 
 def test_columns_line_up_with_wide_characters() -> None:

@@ -24,7 +24,7 @@ def test_a_step_stays_where_it_was_found(service: Answering, client: Session) ->
     step = client.step("latest")
     assert (step.step, step.run, step.attempt) == (5, RUN, 2)
     service.seen.clear()
-    whole = step.rounds(by="round").about["whole"]
+    whole = step.rounds().about["whole"]
     assert math.isnan(whole["abs_diff_mean"])
     step.metrics(rank=1, stage="actor_update", round=0)
     assert service.seen[0][1] == "/steps/5/rounds"

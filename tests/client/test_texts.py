@@ -117,7 +117,8 @@ def test_a_row_that_can_be_compared_is_marked_where_its_step_cannot() -> None:
         assert "comparable*" in shown
         assert "suspect*" not in shown
         assert "step_comparable" not in shown
-        assert "* its own tokens: the step is suspect" in shown
+        words = "* judged by the tokens of this row alone; the whole step is suspect"
+        assert words in shown
         assert "the whole step is suspect: shifted" in shown
     assert table["comparable"] == ("comparable", "suspect")
     assert table["step_comparable"] == ("suspect", "suspect")
@@ -177,6 +178,15 @@ def test_what_steps_lack_is_not_shortened() -> None:
     assert ".." not in text
 
 
+def test_an_open_step_waits_for_ranks_and_misses_none() -> None:
+    absent = {"role": "actor", "rank": 2, "stage": "actor_update", "status": "begun"}
+    row = {"step": 4, "attempt": 1, "complete": "open", "gap": None, "missing": [absent]}
+    shown = "\n".join(Steps.from_rows([row]).lines())
+    assert "step 4: open, waiting for actor/2 actor_update begun" in shown
+    (note,) = Metrics({}, {"complete": "open", "missing": [absent]}).notes()
+    assert note == "complete: open, waiting for actor/2 actor_update begun"
+
+
 def test_the_line_of_a_series_hides_no_peak_and_shows_gaps_restarts_and_what_is_not_finite() -> (
     None
 ):
@@ -209,6 +219,12 @@ def test_the_line_of_a_series_hides_no_peak_and_shows_gaps_restarts_and_what_is_
     assert page.count("<polyline") == 2
     assert "it had no streams" in page
     assert "value: last 5" in page
+
+    bars, marks, *notes = restarted.lines(width=200)
+    assert bars.startswith("value")
+    assert marks == " " * len("value  ") + "  |^"
+    assert notes[0] == "| begin of attempt 2 at step 2"
+    assert not series("a", "metric", [1.0, 2.0]).lines()[1].strip().startswith("|")
 
 
 def test_each_attempt_of_a_series_has_its_own_part_of_the_line() -> None:

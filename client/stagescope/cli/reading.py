@@ -114,7 +114,8 @@ session_command(
 step_command(
     Step.rounds, "A step's mismatch round by round.", MEASURED, STAGE, ROLE, RANK,
     _choice("--by", "round|turn|staleness",
-            "Rows [default: turn where turn_ids are recorded, else round]."),
+            "Rows: segments of the mask, true turns (of recorded turn_ids), or ages of the policy.",
+            "round"),
     LIMIT,
 )  # fmt: skip
 step_command(

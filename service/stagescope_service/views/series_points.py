@@ -24,7 +24,7 @@ Value = float | str | None
 """A number, or the name of one that is not finite; None: the step has none."""
 MAX_VALUES: Final = 500_000
 """Most values of an answer: steps times series."""
-OPEN: Final = "the step is not closed"
+OPEN: Final = "the step is still open"
 UNMEASURED: Final = "no rank handed over both streams"
 BEHIND: Final = "its numbers are being aggregated"
 NOT_STORED: Final = "its numbers are not stored for curves: request the step"

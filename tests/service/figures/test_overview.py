@@ -93,8 +93,8 @@ def test_gaps_have_their_reason(found: OverviewInfo) -> None:
     gaps = {(mark.first, mark.last): mark.text for mark in marks_of(found, "no value")}
     assert gaps == {
         (UNMEASURED, UNMEASURED): "no rank handed over both streams",
-        (8, 8): "the step is not closed",
-        (10, 10): "the step is not closed",
+        (8, 8): "the step is still open",
+        (10, 10): "the step is still open",
     }
 
 

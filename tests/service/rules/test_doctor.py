@@ -671,7 +671,7 @@ def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
     assert (restart["record"], restart["waits"]) == (None, False)
     shown = shown_by(live, "doctor", "short")
     assert f"\n  wait for more steps: {sum(row['waits'] for row in rows.values())} rules" in shown
-    assert "\n  nothing that can be recorded: " in shown
+    assert "\n  nothing to do: they need what this run does not have, such as a restart" in shown
 
 
 def test_before_a_step_closed_there_is_nothing_to_record(live: Service) -> None:

@@ -112,14 +112,16 @@ def test_turns_are_listed_where_they_are_named(live: Service) -> None:
     assert live.tokens is not None
     with stagescope.attach(live.server.url, token=live.tokens.read) as session:
         step = session.step(3, run="turn-listed")
-        assert step.rounds()["turn"] == (0, 1, 2)
-        assert step.rounds()["tokens"] == (480, 480, 320)
-        for rounds in (step.rounds(), step.rounds(by="turn")):
-            with pytest.raises(InvalidInput, match="of a slice \\(by turn\\)"):
-                rounds.plot()
-        assert step.rounds(by="round").plot()
+        turns, rounds = step.rounds(by="turn"), step.rounds()
+        assert (turns["turn"], rounds["round"]) == ((0, 1, 2), (0, 1, 2))
+        assert turns["tokens"] == (480, 480, 320)
+        with pytest.raises(InvalidInput, match="of a slice \\(by turn\\)"):
+            turns.plot()
+        assert rounds.plot()
         # Of a row whose turn 1 is masked, round 1 is turn 2.
-        assert step.rounds(by="round")["tokens"] == (480, 480 + 160, 160)
+        assert rounds["tokens"] == (480, 480 + 160, 160)
+        assert "this step has 3 true turns" in "\n".join(rounds.lines())
+        assert "true turns" not in "\n".join(turns.lines())
     assert live.get("/steps/3/rounds", run="turn-listed")["by"] == "round"
 
 

@@ -69,7 +69,7 @@ def test_each_step_once_with_the_number_that_the_step_itself_answers(real: Servi
     missing = [step for step, value in enumerate(one["values"], 1) if value is None]
     assert missing == [3, 8]
     assert answer["reasons"][2] == "no rank handed over both streams"
-    assert answer["reasons"][7] == "the step is not closed"
+    assert answer["reasons"][7] == "the step is still open"
     assert answer["complete"][7] == "open"
 
 
