@@ -32,6 +32,17 @@ class RequestedCapture(Record):
     def __init__(self, answer: JsonObject) -> None:
         super().__init__(answer, title=f"capture {answer.get('capture_id')}")
 
+    @property
+    def warnings(self) -> list[str]:
+        """What may be misspelt, such as a stage that no rank has run."""
+        return list(self.get("warnings") or ())
+
+    @property
+    def remarks(self) -> list[str]:
+        """The notes that are no warnings."""
+        warnings = self.get("warnings") or ()
+        return [note for note in self.get("notes") or () if note not in warnings]
+
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the request, the step on which it starts, its estimates and notes."""
         agreement = self.get("agreement") or {}
@@ -48,7 +59,8 @@ class RequestedCapture(Record):
         if agreement.get("without"):
             lines.append(f"without {_names(agreement['without'])}")
         lines += map(_estimate_line, (agreement.get("estimates") or ())[:_MAX_NAMED])
-        lines += [f"note: {note}" for note in self.get("notes") or ()]
+        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"note: {text}" for text in self.remarks]
         return [*lines, f"see: stagescope progress {self.get('capture_id')} --wait"]
 
 

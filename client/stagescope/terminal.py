@@ -92,6 +92,11 @@ def style(text: str, *, err: bool = False, fg: str | None = None, bold: bool | N
     return click.style(text, fg=fg, bold=bold)
 
 
+def shows_both() -> bool:
+    """Return whether stdout and stderr are terminals: a line of one need not be on the other."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
 _WIDE: Final = 1_000_000
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import click
 
+from stagescope import terminal
 from stagescope.answers import Record
 from stagescope.capture_requests import UNKNOWN_SECONDS
 from stagescope.cli.common import (
@@ -21,7 +23,7 @@ from stagescope.cli.common import (
     set_exit_code,
     text_file,
 )
-from stagescope.progress import CaptureProgress
+from stagescope.progress import CaptureProgress, RequestedCapture
 from stagescope.session import Session
 from stagescope.table import Table
 from stagescope.terminal import RUN_NAME, FiniteFloat
@@ -113,11 +115,25 @@ def capture(
     Every requested rank acknowledges it first; then the step is fixed on which all of them start.
     """
     requested = session.capture(**_spec(**options))
+    for text in requested.warnings:
+        label = terminal.style("warning:", fg="yellow", err=True)
+        click.echo(f"{label} {printable(text)}", err=True)
     if not wait and wait_seconds is None:
-        return requested
-    for note in requested.get("notes") or ():
+        return _Warned(requested)
+    for note in requested.remarks:
         click.echo(printable(f"note: {note}"), err=True)
     return _wait_for(session, requested["capture_id"], wait_seconds)
+
+
+class _Warned(RequestedCapture):
+    """A requested capture whose warnings are on stderr."""
+
+    __slots__ = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """None: they were printed."""
+        return []
 
 
 @question(click.argument("capture_id"), _WAIT, _WAIT_SECONDS)
@@ -155,7 +171,21 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
         click.echo(printable(f"{text}. The request stays: {longer}"), err=True)
     if final["state"] != "complete":
         set_exit_code(1)
-    return final
+    return _Rest(final, seen) if terminal.shows_both() else final
+
+
+class _Rest(CaptureProgress):
+    """The final progress for a terminal that shows the lines of before already."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, final: CaptureProgress, seen: Collection[str]) -> None:
+        super().__init__(final)
+        self._seen = seen
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return the lines that were not shown yet."""
+        return [line for line in super().lines(width=width) if line not in self._seen]
 
 
 def _spec(

@@ -84,11 +84,12 @@ class CaptureCommands:
         await self._plan_changes.change([requests.row(entry), audit])
         await self._plan_changes.check()
         found = await self._plan_changes.agreed(entry.capture_id, min(wait, _MAX_WAIT))
+        remarks = {"notes": requests.notes(entry), "warnings": requests.warnings(entry)}
         if found is not None:
-            return {**found.stored(), "notes": requests.notes(entry)}
+            return {**found.stored(), **remarks}
         # It ended at once: the catalogue has its outcome.
         row = await asyncio.to_thread(self._catalogue.capture, entry.capture_id)
-        return {**(entry.stored() if row is None else row["spec"]), "notes": requests.notes(entry)}
+        return {**(entry.stored() if row is None else row["spec"]), **remarks}
 
     async def add_for_trigger(self, spec: JsonObject, by: str) -> JsonObject:
         """Request a capture for a firing, without waiting for its agreement."""

@@ -232,27 +232,32 @@ def _numbers_in(ranks: object) -> Iterator[int]:
             yield from itertools.islice(range(int(first), int(last or first) + 1), _RANKS_NAMED)
 
 
+def warnings(registry: Registry, entry: CaptureEntry) -> list[str]:
+    """Return notes on names of a request that nothing has (yet): they may be misspelt."""
+    request, run = entry.request, entry.request["run"]
+    attempt = None if run is None else registry.newest(run)
+    unknown_run = [_run_note(registry, run)] if run is not None and attempt is None else []
+    done = set() if attempt is None else _done(attempt)
+    return [*unknown_run, *_stage_notes(request["stages"], done), *_keep_notes(request)]
+
+
 def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
-    """Return notes for the author of a request, which may wait for something that never comes."""
+    """Return notes for the author of a request, which may wait for something that never comes.
+
+    The first are its `warnings`.
+    """
     request = entry.request
-    if request["run"] is None:
-        note = "it is for every run: none is live whose ranks could be asked"
-        stages = _stage_notes(request["stages"], set())
-        return [note, *stages, *_keep_notes(request), *_config_notes(request, ())]
-    attempt = registry.newest(request["run"])
+    fields = warnings(registry, entry)
+    attempt = None if request["run"] is None else registry.newest(request["run"])
     if attempt is None:
-        waiting_notes = [
-            _run_note(registry, request["run"]),
-            *_stage_notes(request["stages"], set()),
-        ]
-        return [*waiting_notes, *_keep_notes(request), *_config_notes(request, ())]
-    fields = _keep_notes(request)
+        if request["run"] is None:
+            fields.append("it is for every run: none is live whose ranks could be asked")
+        return [*fields, *_config_notes(request, ())]
     fields += _config_notes(request, {rank for _, rank in attempt.by_rank})
     if attempt.over:
         fields.append(
             f"attempt {attempt.number} of the run is over: the capture waits for the next"
         )
-    fields += _stage_notes(request["stages"], _done(attempt))
     participants = participants_of(registry, request)
     if needs_ranks(request) and not attempt.over and not participants.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})

@@ -29,6 +29,7 @@ from stagescope_service.core.captures.participants import (
     notes,
     participants_of,
     run_of,
+    warnings,
 )
 from stagescope_service.core.findings import FindingWork, finding
 from stagescope_service.core.instructions import Put
@@ -302,6 +303,10 @@ class CaptureRequests:
     def notes(self, entry: CaptureEntry) -> list[str]:
         """Return notes for the requester: a request may wait for something that never comes."""
         return notes(self.state.registry, entry)
+
+    def warnings(self, entry: CaptureEntry) -> list[str]:
+        """Return those of its notes that are about names that may be misspelt."""
+        return warnings(self.state.registry, entry)
 
     def _estimates_of(
         self, entry: CaptureEntry, participants: CaptureParticipants

@@ -91,8 +91,9 @@ async def add_capture(
 
     Every requested rank acknowledges it first. Then `agreement.start` is fixed: a step that none
     of them can have begun before it knew. `agreement.estimates` is what each rank expects the
-    capture to cost. Ranks that have not acknowledged are named in `notes`. Its paths must lie
-    inside the allowed roots. Who requested it (header `X-Stagescope-User`, which token, from
+    capture to cost. Ranks that have not acknowledged are named in `notes`. `warnings` names what
+    may be misspelt, such as a stage that no rank has run. Its paths must lie inside the allowed
+    roots. Who requested it (header `X-Stagescope-User`, which token, from
     where) is kept in the audit.
     """
     spec = await read_json(request, deps.settings)

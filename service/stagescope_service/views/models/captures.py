@@ -78,6 +78,8 @@ class NewCapture(RequestedCapture):
 
     notes: list[str]
     """Hints for the user, such as which ranks have not acknowledged."""
+    warnings: list[str]
+    """Those of `notes` about a run, stage or tensor that nothing has yet: it may be misspelt."""
 
 
 class CaptureRow(CaptureColumns):

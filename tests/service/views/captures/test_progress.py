@@ -11,6 +11,7 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 import stagescope
+from stagescope import terminal
 from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
 from stagescope_service.store.catalogue import Catalogue
@@ -400,6 +401,38 @@ def test_the_answer_of_a_wait_is_printed_once(
     invoke("remove-capture", capture_id)
     result = invoke("progress", capture_id, "--wait")
     assert (result.output.count("withdrawn"), result.stderr) == (1, "")
+
+
+def test_a_terminal_shows_each_line_of_a_wait_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[9])
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    words = ("progress", capture_id, "--wait-seconds", "0")
+    apart = invoke(*words)
+    monkeypatch.setattr(terminal, "shows_both", lambda: True)
+    together = invoke(*words)
+    line = apart.stdout.splitlines()[1]
+    assert line in apart.stderr
+    assert line in together.stderr
+    assert line not in together.stdout
+    assert f"capture {capture_id}" in together.stdout
+
+
+def test_a_stage_that_no_rank_has_run_is_a_warning(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Rank(live, world_size=1).stage(STAGE, 1)
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    result = invoke("capture", "--stages", "nosuch", "--steps", "9")
+    assert result.exit_code == 0  # a stage may begin later
+    warning = "no rank has done nosuch lately: nothing is captured until one does"
+    assert result.stderr == f"warning: {warning}; stages of the run: {STAGE}\n"
+    assert warning not in result.stdout
+    known = invoke("capture", "--stages", STAGE, "--steps", "8")
+    assert (known.exit_code, known.stderr) == (0, "")
 
 
 def test_an_interrupted_wait_says_that_the_request_stays(
