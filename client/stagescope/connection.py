@@ -261,10 +261,10 @@ def step_segment(step: object) -> str:
     """Return a step as a path segment.
 
     Raises:
-        InvalidInput: `step` is neither an int nor 'latest'.
+        InvalidInput: `step` is neither an int nor such a word.
     """
-    if step == "latest":
-        return "latest"
+    if step in ("latest", "measured", "captured"):
+        return str(step)
     if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < STEP_BOUND:
         return str(step)
     raise InvalidInput(

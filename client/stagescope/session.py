@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 StepName = int | Literal["latest", "measured", "captured"]
 """A step's number, or a name for a step; see `Session.step`."""
-_RECENT_STEPS: Final = 100
-"""How many of the newest steps are searched for one with numbers."""
 
 _UNPACK_SECONDS: Final = 600.0
 
@@ -145,17 +143,14 @@ class Session(
             NotFound: there is no such step. For `"measured"`, no step of the run has numbers; the
                 message says what the latest lacks.
         """
-        if step == "measured":
-            return self._measured(run, attempt)
-        if step == "captured":
-            path = "/steps/latest/operators"
-        else:
-            path = f"/steps/{step_segment(step)}/stages"
-        answer = self.get(path, run=run, attempt=attempt, limit=1)
-        gap = None if step == "captured" else answer.get("gap")
-        return Step(
+        answer = self.get(f"/steps/{step_segment(step)}/stages", run=run, attempt=attempt, limit=1)
+        gap = answer.get("gap")
+        found = Step(
             self, answer["step"], run=answer.get("run"), attempt=answer.get("attempt"), gap=gap
         )
+        if step == "measured" and (gap or answer.get("complete") == "open"):
+            self._check_measured(found, attempt)
+        return found
 
     def series(
         self, metric: str, *, by: Literal["rank", "round", "staleness"] | None = None,
@@ -430,31 +425,21 @@ class Session(
         answer = self._transport.change("DELETE", f"/engines/{segment(name)}")
         return Record(answer or {"name": name}, title="engine, no longer registered")
 
-    def _measured(self, run: str | None, attempt: int | None) -> Step:
-        """Return the newest step that has numbers.
+    def _check_measured(self, latest: Step, attempt: int | None) -> None:
+        """Check that a step has numbers, which is the latest if no closed one has any.
 
         Raises:
-            NotFound: there is none.
+            NotFound: it has none; so no step of the run, or of the requested attempt, has.
         """
-        steps = self.steps(run, attempt, limit=_RECENT_STEPS)
-        for row in steps:
-            is_current = attempt is not None or row.get("superseded_by") is None
-            if row.get("measured") and is_current:
-                gap = row.get("gap")
-                return Step(self, row["step"], run=row["run"], attempt=row["attempt"], gap=gap)
-        latest = self.step("latest", run=run, attempt=attempt)
         try:
             latest.metrics()  # an open step has the numbers that arrived so far
         except NotFound as error:
             target = f"run {latest.run}" + ("" if attempt is None else f", attempt {attempt},")
-            is_whole = len(steps) < _RECENT_STEPS
-            searched = "no step" if is_whole else f"none of the newest {len(steps)} steps"
             raise NotFound(
-                f"{searched} of {target} has numbers; the latest: {error.wrong}",
+                f"no step of {target} has numbers; the latest: {error.wrong}",
                 expected=error.expected, advice=error.advice, see=error.see,
                 link_text=error.link_text,
             ) from error  # fmt: skip
-        return latest
 
     def _run_path(self, run: str | None) -> str:
         """Return the path of a run; None: the most recently active one."""

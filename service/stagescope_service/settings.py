@@ -44,7 +44,8 @@ class Settings(BaseSettings):
     )
     data_dir: Path | None = Field(
         default=None,
-        description="Directory of the catalogue, the ring and the kept files; default home/data.",
+        description="Directory of the catalogue, the ring and the kept files; default: the folder "
+        "data in STAGESCOPE_HOME.",
     )
     database_url: str | None = Field(
         default=None,
@@ -65,10 +66,12 @@ class Settings(BaseSettings):
         description="Ask for bearer tokens. False is refused for a bind beyond loopback.",
     )
     read_token: SecretStr | None = Field(
-        default=None, description="Token to read; default: the file home/read.token."
+        default=None,
+        description="Token to read; default: that of the file read.token in STAGESCOPE_HOME.",
     )
     operate_token: SecretStr | None = Field(
-        default=None, description="Token to operate; default: the file home/operate.token."
+        default=None,
+        description="Token to operate; default: that of the file operate.token in STAGESCOPE_HOME.",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),

@@ -14,7 +14,7 @@ from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
 from stagescope.series import Series
 from stagescope.step_answers import Steps, Stuck
-from stagescope_service.views.pages import step_number
+from stagescope_service.views.pages import parse_step
 from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import Json
@@ -59,12 +59,12 @@ def test_a_wrong_argument_is_named() -> None:
         InvalidInput, match=r"capture_id is \{\}, which is not a name; expected a text"
     ):
         segment(wrong, "capture_id")
-    for read in (step_segment, lambda step: step_number(str(step))):
+    for read in (step_segment, lambda step: parse_step(str(step))):
         for wrong_step in (2**63, 10**18, -1):
             with pytest.raises(InvalidInput, match="from 0 of at most 18 digits"):
                 read(wrong_step)
     assert step_segment(10**18 - 1) == str(10**18 - 1)
-    assert step_number("7") == int(step_segment(7)) == 7
+    assert parse_step("7") == int(step_segment(7)) == 7
 
 
 @pytest.mark.parametrize("status", ["between stages", "not begun"])

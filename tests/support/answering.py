@@ -140,7 +140,7 @@ class Answering:
             "/findings": [{"kind": "nonfinite", "message": "\x1b[31m<script>alert(1)</script>"}],
         }
         lists |= {f"{path}/groups": lists[path] for path in ("/losses", "/findings")}
-        path = path.replace("/latest/", "/5/")
+        path = path.replace("/latest/", "/5/").replace("/measured/", "/5/")
         if path.startswith("/steps/5/"):
             context["step"] = 5
         if unknown := set(query) - KNOWN.get(path.rsplit("/", 1)[1], LIST):

@@ -135,7 +135,7 @@ def make_app(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
     app.state.readable = [
-        str(route.path).replace(":path}", "}")
+        re.sub(r":\w+}", "}", str(route.path))
         for router in _ROUTERS
         for route in router.routes
         if isinstance(route, APIRoute) and "GET" in (route.methods or ())

@@ -24,7 +24,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagescope_service.http.access_token_file import PERSON, RateLimits, Role, Token
-from stagescope_service.http.access_tokens import Access, AccessTokens
+from stagescope_service.http.access_tokens import Access, AccessTokens, token_path
 from stagescope_service.http.problems import error_response
 from stagescope_service.settings import Settings
 from stagescope_wire.errors import (
@@ -38,6 +38,8 @@ from stagescope_wire.errors import (
 
 PREFIX: Final = "/v1"
 """Prefix of the API's version; without it every path means the same, see docs/api.md."""
+HOME: Final = "the service's home (~/.stagescope, or STAGESCOPE_HOME)"
+"""The folder of the tokens, for errors of those who have none: they are not told its path."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs", "/guide"})
 """Paths without a token: a supervisor checks the first two, and the others come before a login."""
 WHOAMI: Final = "/whoami"
@@ -117,6 +119,7 @@ class Guard:
         self.limits = RateLimits()
         self.proxy = None if settings.trusted_proxy_header is None else _Proxy(settings)
         self.max_body_bytes = settings.max_body_bytes
+        self._operate_file = token_path(settings.home, "operate")
         self.hosts = _own_names(settings)
         self.origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
         self.public_origin = _origin_of(settings.public_url)
@@ -212,7 +215,8 @@ class Guard:
         if caller.grade == "read" and not is_read:
             raise Forbidden(
                 f"the read token may not {scope['method']} {scope['path']:.100}",
-                expected="the operate token (home/operate.token), or another of this role",
+                expected=f"the operate token (by default in {self._operate_file} on the service's "
+                "host), or another of this role",
             )
         if caller.token is not None:
             self._count(caller.token, is_report=scope["path"] in REPORTS)
@@ -326,14 +330,14 @@ def _of_bearer(access: Access, authorization: str) -> Token:
         raise Unauthorized(
             "the request has no bearer token",
             expected="Authorization: Bearer <token>, or the cookie of a login on the page",
-            advice="the tokens are in read.token and operate.token of the service's home",
+            advice=f"the tokens are in read.token and operate.token of {HOME}",
         )
     token = access.of_bearer(text.strip())
     if token is None:
         raise Unauthorized(
             "the bearer token is not one of this service",
-            expected="the content of read.token or operate.token of the service's home, or a "
-            "token of `stagescope token add` that was neither rotated nor removed",
+            expected=f"the content of read.token or operate.token of {HOME}, or a token of "
+            "`stagescope token add` that was neither rotated nor removed",
         )
     return token
 
@@ -344,7 +348,7 @@ def _of_cookie(access: Access, cookie: str) -> Token:
         raise Unauthorized(
             "the login is not one of this service, or its token was replaced",
             expected="a login with a token of today",
-            advice="log in again with the content of read.token or operate.token",
+            advice=f"log in again with the content of read.token or operate.token of {HOME}",
         )
     return token
 

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagescope_service.figure_style import PLOTLY, plotly_script
 from stagescope_service.http.access_tokens import Access
-from stagescope_service.http.auth import COOKIE, COOKIE_SECONDS, caller_of
+from stagescope_service.http.auth import COOKIE, COOKIE_SECONDS, HOME, caller_of
 from stagescope_service.http.parameters import Deps
 from stagescope_service.http.requests import Answer, read_json
 from stagescope_service.views.models import service as models
@@ -58,8 +58,8 @@ async def login(request: Request, deps: Deps) -> Response:
     if token is None:
         raise Unauthorized(
             "this is not a token of this service",
-            expected="a token of your own, or the content of read.token or operate.token of the "
-            "service's home",
+            expected="a token of your own, or the content of read.token or operate.token of "
+            f"{HOME}",
         )
     _set_cookie(request, answer, access.login(token, request.cookies.get(COOKIE, "")))
     return answer

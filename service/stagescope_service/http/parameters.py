@@ -7,9 +7,8 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 
 from stagescope_service.http.requests import pattern
-from stagescope_service.views.pages import step_number
+from stagescope_service.views.pages import STEP_PATTERN, parse_step
 from stagescope_service.views.reading.dependencies import (
-    STEP_PATTERN,
     AttemptQuery,
     Dependencies,
     RankQuery,
@@ -72,8 +71,10 @@ Round = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this rou
 StepText = Annotated[
     str,
     Path(
-        description="The trainer's step, or `latest`.",
-        examples=["5", "latest"],
+        description="The trainer's step, or `latest` (the one that began last), `measured` (the "
+        "newest closed one with numbers, else `latest`) or `captured` (the newest with operators, "
+        "else `latest`).",
+        examples=["5", "latest", "measured"],
         json_schema_extra=pattern(STEP_PATTERN),
     ),
 ]
@@ -108,7 +109,7 @@ def step_target(
     attempt_key: AttemptKey = None,
 ) -> Target:
     """Return the step of a path and its query."""
-    return deps.finder.step(run, attempt, step_number(step), key=attempt_key)
+    return deps.finder.named(run, attempt, parse_step(step), key=attempt_key)
 
 
 def attempt_target(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:

@@ -7,6 +7,7 @@ and `advice`. Answers of the service that the advice leads to are in `see`.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Final, TypeVar
@@ -157,8 +158,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if status == HTTPStatus.NOT_FOUND:
         wrong, code = f"there is no route {request.url.path:.200}", "not_found"
         near = _routes_near(request)
-        expected = f"one of {', '.join(near)}; " if near else "one of the routes that "
-        expected += "/openapi.json lists all" if near else "/openapi.json lists"
+        expected = f"{'one of ' if len(near) > 1 else ''}{', '.join(near)}; " if near else ""
+        expected += "/openapi.json lists all routes" if near else "a route of /openapi.json"
     elif status == HTTPStatus.METHOD_NOT_ALLOWED:
         wrong, code = f"{request.method} is not possible here", "method_not_allowed"
         expected = allowed
@@ -175,18 +176,41 @@ def _methods(allowed: str) -> list[str]:
 
 _NAMED_ROUTES: Final = 12
 """Most routes that an error names."""
+_CLOSE: Final = 0.75
+"""Least likeness of two words of which one may be a misspelling of the other."""
+_OF_COMMANDS: Final = {
+    "collectives": "stuck", "doctor": "diagnosis", "gradient": "loss", "lost": "losses",
+    "progress": "captures",
+}  # fmt: skip
+"""Name of a command -> the word of its route, where that is another."""
 
 
 def _routes_near(request: Request) -> list[str]:
-    """Return the routes that read what lies below the first part of the requested path."""
-    first, *rest = request.url.path.strip("/").split("/")
-    readable: Sequence[str] = request.app.state.readable
-    same = sorted(path for path in readable if path.strip("/").split("/")[0] == first)
+    """Return the routes that read what the requested path may mean, the likeliest first.
 
-    def distance(path: str) -> int:
-        return abs(path.strip("/").count("/") - len(rest))
+    A route counts by how many of its words the path has: as they are, as the name of a command, or
+    misspelt. Figures come last.
+    """
+    requested = request.url.path.strip("/").split("/")
+    words = {path: _words(path) for path in request.app.state.readable}
+    known = {word for own in words.values() for word in own}
+    meant: set[str] = set()
+    for part in requested:
+        name = _OF_COMMANDS.get(part, part)
+        close = difflib.get_close_matches(name, known, n=2, cutoff=_CLOSE)
+        meant.update([name] if name in known else close)
 
-    return sorted(same, key=distance)[:_NAMED_ROUTES]
+    def rank(path: str) -> tuple[int, bool, int, str]:
+        depth = path.strip("/").count("/") + 1
+        is_figure = "figures" in words[path] - meant
+        return -len(words[path] & meant), is_figure, abs(depth - len(requested)), path
+
+    return sorted((path for path in words if words[path] & meant), key=rank)[:_NAMED_ROUTES]
+
+
+def _words(path: str) -> set[str]:
+    """Return the parts of a route's path that are no parameters."""
+    return {part for part in path.strip("/").split("/") if not part.startswith("{")}
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

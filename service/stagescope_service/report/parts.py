@@ -15,10 +15,8 @@ from stagescope_service.figures.drawing import Shown, drawn
 from stagescope_service.redaction import Redactor
 from stagescope_service.views.encoding import JsonObject, decode, encode
 from stagescope_service.views.models.figures import Figure
-from stagescope_service.views.pages import Page
 from stagescope_service.views.reading.dependencies import AttemptQuery, Dependencies
 from stagescope_service.views.reading.target import Target
-from stagescope_service.views.steps import listing as steps
 from stagescope_wire.errors import NotFound
 from stagescope_wire.names import safe_name
 from stagescope_wire.render import ranges_text
@@ -30,7 +28,7 @@ MAX_ROWS: Final = 20
 LONGEST: Final = 2000
 """Most characters of a text of the catalogue."""
 NEWEST_STEPS: Final = 1000
-"""Newest steps that are searched for one with numbers, and for gaps."""
+"""Newest steps that are searched for gaps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,12 +169,7 @@ class ReportScope:
             target = deps.finder.step(run, attempt, step)
             return cls(deps, target, attempt, target)
         target = deps.finder.attempt(run, attempt)
-        answer = body_of(steps.steps(deps, Page(NEWEST_STEPS), target.run, attempt))
-        for row in answer["rows"]:
-            if row["measured"] and (attempt is not None or row["superseded_by"] is None):
-                number, newest = row["attempt"], row["step"]
-                return cls(deps, target, attempt, deps.finder.step(run, number, newest))
-        return cls(deps, target, attempt, None)
+        return cls(deps, target, attempt, deps.finder.measured(target.run, attempt))
 
     @property
     def run(self) -> str:

@@ -7,22 +7,28 @@ import binascii
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from stagescope_service.views.encoding import JsonObject
 from stagescope_wire.errors import InvalidInput
 
+StepName: TypeAlias = int | Literal["latest", "measured", "captured"]
+"""A step by its number, or the newest one, that with numbers, that with captured operators."""
+_STEP_WORDS: Final[tuple[StepName, ...]] = ("latest", "measured", "captured")
+STEP_PATTERN: Final = "^(latest|measured|captured|[0-9]{1,18})$"
 
-def step_number(text: str) -> int | None:
-    """Return the step of a path; None for `latest`.
+
+def parse_step(text: str) -> StepName:
+    """Return the step that a text names.
 
     Raises:
-        InvalidInput: neither.
+        InvalidInput: it names none.
     """
-    if text == "latest":
-        return None
+    for word in _STEP_WORDS:
+        if text == word:
+            return word
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        expected = "an integer from 0 of at most 18 digits, or 'latest'"
+        expected = "an integer from 0 of at most 18 digits, 'latest', 'measured' or 'captured'"
         raise InvalidInput(f"step is {text!r:.50}", expected=expected)
     return int(text)
 

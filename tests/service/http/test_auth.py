@@ -140,7 +140,8 @@ class TestMatrix:
     def test_the_read_token_changes_nothing(self, shared: Service, method: str, path: str) -> None:
         refused = shared.read.request(method, path, content=b"{}")
         assert refused.status_code == 403
-        assert "operate token" in refused.json()["expected"]
+        expected = refused.json()["expected"]
+        assert f"operate token (by default in {shared.settings.home / 'operate.token'}" in expected
         allowed = shared.operate.request(method, path, content=b"{}")
         assert allowed.status_code in (404, 405, 422)
 

@@ -234,6 +234,28 @@ def test_a_wrong_address_below_a_run_is_no_route_and_invites_no_change(live: Ser
     assert "/runs/{run}/diagnosis" in live.problem(404, "/runs/r/wurst")["expected"]
 
 
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("/doctor", "/runs/{run}/diagnosis"),
+        ("/runs/r/doctor", "/runs/{run}/diagnosis"),
+        ("/lost", "/losses"),
+        ("/steps/5/gradient", "/steps/{step}/loss"),
+        ("/stuck", "/steps/{step}/stuck"),
+        ("/rounds", "/steps/{step}/rounds"),
+        ("/steps/5/sample", "/steps/{step}/samples"),
+        ("/finding", "/findings"),
+        ("/v1/attempts", "/runs/{run}/attempts"),
+        ("/zzz", "a route of /openapi.json"),
+    ],
+)
+def test_a_route_that_does_not_exist_names_the_nearest(
+    live: Service, path: str, first: str
+) -> None:
+    expected = live.problem(404, path)["expected"]
+    assert expected.removeprefix("one of ").replace(";", ",").split(", ")[0] == first
+
+
 class TestAttempts:
     def test_with_fingerprints_and_what_was_done_again(self, live: Service) -> None:
         train(live, range(1, 7), key="first", fingerprint={"git": "abc"})
@@ -354,6 +376,26 @@ class TestWhoAnswers:
         assert (answer["attempt"], answer["step"]) == (2, 5)
         assert live.get("/steps/latest/stages", attempt=1)["step"] == 6
 
+    def test_measured_is_the_newest_closed_step_with_numbers(self, live: Service) -> None:
+        rank = train(live, range(1, 2))
+        # Without numbers in any step it is the latest.
+        assert live.get("/steps/measured/stages")["step"] == 1
+        for step in (2, 3):
+            rank.stage(LOG_PROB, step, payload())
+        rank.stage("actor_update", 4)
+        rank.stage(LOG_PROB, 5, payload())
+        assert eventually(lambda: live.get("/steps/measured/stages")["step"] == 3)
+        assert live.get("/steps/measured/metrics")["step"] == 3
+        assert live.get("/steps/captured/stages")["step"] == 5  # no step has operators
+        assert live.get("/figures/rounds", step="measured")["title"]
+        Rank(live, key="second", start=2_000.0, world_size=1, resumed_from_step=1).begin(
+            LOG_PROB, 2
+        )
+        # Attempt 2 resumed before step 3, and has no numbers yet.
+        answer = live.get("/steps/measured/stages")
+        assert (answer["attempt"], answer["step"]) == (2, 2)
+        assert live.get("/steps/measured/stages", attempt=1)["step"] == 3
+
     def test_latest_passes_over_an_attempt_without_a_step(self, live: Service) -> None:
         train(live, range(1, 4), key="first")
         Rank(live, key="second", start=2_000.0)
@@ -411,7 +453,7 @@ class TestErrors:
 
     def test_a_step_that_is_none(self, live: Service) -> None:
         train(live, range(1, 2))
-        expected = "an integer from 0 of at most 18 digits, or 'latest'"
+        expected = "an integer from 0 of at most 18 digits, 'latest', 'measured' or 'captured'"
         for step in ("five", "1.0", "1e3", "9" * 30, "9" * 19, "-", "-1", "+5", "\u0665"):
             for route in ("stages", "metrics", "kept", "stuck", "operators", "weights"):
                 problem = live.problem(422, f"/steps/{step}/{route}")

@@ -22,8 +22,7 @@ from stagescope_service.http.parameters import AttemptNumber, Deps, RankQueryOf,
 from stagescope_service.http.requests import pattern
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.operators.tables import TableFilters, operator_target
-from stagescope_service.views.pages import step_number
-from stagescope_service.views.reading.dependencies import STEP_PATTERN
+from stagescope_service.views.pages import STEP_PATTERN, parse_step
 from stagescope_service.views.reading.target import Target
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ router = APIRouter(tags=["figures"])
 StepName = Annotated[
     str,
     Query(
-        description="The trainer's step, or `latest`.",
+        description="The trainer's step, or `latest`, `measured` or `captured`, as in paths.",
         examples=["5", "latest"],
         json_schema_extra=pattern(STEP_PATTERN),
     ),
@@ -46,7 +45,7 @@ def figure_target(
     deps: Deps, step: StepName = "latest", run: Run = None, attempt: AttemptNumber = None
 ) -> Target:
     """Return the step of a query."""
-    return deps.finder.step(run, attempt, step_number(step))
+    return deps.finder.named(run, attempt, parse_step(step))
 
 
 def dumped_target(

@@ -364,6 +364,7 @@ def steps(
     before: int | None,
     after: int | None = None,
     superseded: bool | None = None,
+    measured: bool = False,
 ) -> Query:
     """Select steps, newest first: the columns of `ListedStep`; those after a step, oldest first."""
     lost = (
@@ -384,6 +385,7 @@ def steps(
     where = conditions("steps", attempt_id=attempt_id) + conditions("attempts", run=run)
     where += [step < before] if before is not None else []
     where += [step > after] if after is not None else []
+    where += [is_kept(tables.steps.c.step_summary)] if measured else []
     if superseded is not None:
         discarded = sa.func.coalesce(step > _last_current(), sa.false())
         where.append(discarded if superseded else sa.not_(discarded))

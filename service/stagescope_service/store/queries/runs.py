@@ -210,6 +210,7 @@ class RunQueries(Reader):
         before: int | None = None,
         after: int | None = None,
         superseded: bool | None = None,
+        measured: bool = False,
         limit: int = LIMIT,
     ) -> list[ListedStep]:
         """Return steps, newest first; with `after` the oldest first.
@@ -220,9 +221,10 @@ class RunQueries(Reader):
             before: only steps below this one: the last step of the previous page.
             after: only steps above this one.
             superseded: only steps that a later attempt resumed before; False: only the others.
+            measured: only steps with numbers.
             limit: maximum number of steps.
         """
-        query = overview.steps(attempt_id, run, before, after, superseded)
+        query = overview.steps(attempt_id, run, before, after, superseded, measured)
         return self._rows(ListedStep, query.limit(limit))
 
     def superseded_steps(self, run: str) -> list[SupersededSteps]:

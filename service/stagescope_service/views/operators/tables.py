@@ -19,7 +19,7 @@ from stagescope_service.dumps.msprobe.operator_query import (
 )
 from stagescope_service.store.tables import OperatorTableRow
 from stagescope_service.views.encoding import JsonObject
-from stagescope_service.views.pages import Page, cursor, step_number
+from stagescope_service.views.pages import Page, StepName, cursor, parse_step
 from stagescope_service.views.reading.completeness import ALL_ROWS
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import chosen_columns, matching
@@ -305,18 +305,7 @@ def operator_target(
     attempt: int | None,
     attempt_key: str | None = None,
 ) -> Target:
-    """Return the step of a path; `latest` is the newest one that has operators.
-
-    If the newest attempt has none, it is a step of an earlier one: captures stay readable after a
-    restart.
-    """
-    if step == "latest":
-        newest = deps.finder.step(run, attempt, None, key=attempt_key)
-        attempts = [newest.attempt]
-        if attempt is None and attempt_key is None:
-            attempts = deps.catalogue.attempts(newest.run)
-        for each in attempts:
-            for newest_step in deps.catalogue.operator_steps(each["attempt_id"], limit=1):
-                return deps.finder.step(newest.run, each["number"], newest_step)
-        return newest
-    return deps.finder.step(run, attempt, step_number(step), key=attempt_key)
+    """Return the step of a path; `latest` is here what `captured` is."""
+    name = parse_step(step)
+    named: StepName = "captured" if name == "latest" else name
+    return deps.finder.named(run, attempt, named, key=attempt_key)

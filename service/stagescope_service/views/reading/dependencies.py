@@ -284,9 +284,6 @@ class Dependencies:
         self.catalogue.close()
 
 
-STEP_PATTERN: Final = "^(latest|[0-9]{1,18})$"
-
-
 class RankQuery(TypedDict):
     """The query parameters that select a stage and ranks; None: no filter."""
 

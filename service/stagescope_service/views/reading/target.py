@@ -13,6 +13,7 @@ from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep
 from stagescope_service.views.encoding import JsonObject
+from stagescope_service.views.pages import StepName
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
@@ -137,6 +138,51 @@ class Finder:
         lineage = Lineage(self._catalogue.attempts(name))
         shown = self._catalogue.display_name(name)
         return Target(attempt, self._also_live(name), shown, row, lineage.superseded_by(row))
+
+    def named(
+        self, run: str | None, number: int | None, step: StepName, *, key: str | None = None
+    ) -> Target:
+        """Return a step by its number or by a word.
+
+        `latest` is the newest step. `measured` is the newest closed one with numbers, `captured`
+        the newest with operators; without any they are the latest. If the newest attempt has no
+        such step, it is one of an earlier attempt, unless `number` or `key` names the attempt.
+
+        Raises:
+            NotFound: no such run, attempt or step; names those that exist.
+        """
+        if isinstance(step, int):
+            return self.step(run, number, step, key=key)
+        latest = self.step(run, number, None, key=key)
+        is_of_attempt = number is not None or key is not None
+        found: Target | None = None
+        if step == "measured":
+            found = self.measured(latest.run, latest.number if is_of_attempt else None)
+        elif step == "captured":
+            found = self._captured(latest, is_of_attempt=is_of_attempt)
+        return found or latest
+
+    def _captured(self, latest: Target, *, is_of_attempt: bool) -> Target | None:
+        attempts = [latest.attempt] if is_of_attempt else self._catalogue.attempts(latest.run)
+        for each in attempts:
+            for newest in self._catalogue.operator_steps(each["attempt_id"], limit=1):
+                return self.step(latest.run, each["number"], newest)
+        return None
+
+    def measured(self, run: str, number: int | None) -> Target | None:
+        """Return the newest closed step with numbers, of those that no later attempt repeats.
+
+        Args:
+            run: the run's name.
+            number: the attempt's number: also of steps that a later attempt repeats.
+        """
+        attempt_id = None if number is None else self.attempt(run, number).attempt_id
+        for row in self._catalogue.steps(
+            attempt_id, run=run, superseded=False if number is None else None, measured=True,
+            limit=1,
+        ):  # fmt: skip
+            return self.step(run, row["attempt"], row["step"])
+        return None
 
     def run(self, text: str) -> str:
         """Return the name of the run that a text names: its name, or as it was given or is shown.
