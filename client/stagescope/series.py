@@ -112,14 +112,14 @@ class Series(Table):
         # A short sparkline hides steps: then its summary stands below it.
         is_narrow = room < min(max(len(self), 8), _READABLE)
         room = width - indent if is_narrow else room
+        marks = [" " * indent + line for line in (self._marks(room),) if line]
         lines = []
         for name in shown:
             label = f"{render.printable(name):<{left}}{render.GAP}" if left else ""
             bars = f"{label}{sparkline(self[name], room)}"
             summary = facts[name]
-            lines += [bars, f"  {summary}"] if is_narrow else [bars + render.GAP + summary]
-        if shown and (marks := self._marks(room)):
-            lines.append(" " * indent + marks)
+            lines += [bars, *marks, f"  {summary}"] if is_narrow else [bars + render.GAP + summary]
+        lines += marks if shown and not is_narrow else []
         if len(shown) < len(self.series):
             lines.append(f"... {len(self.series) - len(shown)} more series")
         notes = [*self._restart_notes(), *self.notes()]

@@ -11,7 +11,7 @@ from stagescope import Metrics, Table
 from stagescope.answers import Status
 from stagescope.comparison_report import Changes
 from stagescope.connection import ORDERS, segment, step_segment
-from stagescope.findings import Finding
+from stagescope.findings import Diagnosis, Finding
 from stagescope.series import Series
 from stagescope.step_answers import Steps, Stuck
 from stagescope_service.views.pages import parse_step
@@ -256,3 +256,19 @@ def test_a_short_line_shows_a_drop_as_well_as_a_spike() -> None:
     assert sparkline(values, 20, bars=bars)[6] == "5"  # where the drop is lost
     assert sparkline([1.0, math.nan, *[1.0] * 98, None], 10, bars=bars, extremes=True)[:2] == "!!"
     assert sparkline([1.0, None, 2.0], 10, bars=bars, extremes=True) == "1 5"
+
+
+def test_an_explained_symptom_without_a_first_step_shows_its_evidence() -> None:
+    row = {"verdict": "found", "last_step": None, "next": [], "against": [], "meaning": "m",
+           "record": None, "waits": False}  # fmt: skip
+    rows = [
+        {**row, "rule": "a", "cause": None, "sentence": "A, since step 4", "since_step": 4,
+         "for": []},
+        {**row, "rule": "b", "cause": "a", "sentence": "B does not rise", "since_step": None,
+         "for": ["b goes from 1 to 1 over 20 steps"]},
+        {**row, "rule": "c", "cause": "a", "sentence": "C, since step 5", "since_step": 5,
+         "for": ["c"]},
+    ]  # fmt: skip
+    lines = Diagnosis.from_rows(rows).lines()
+    assert "  * B does not rise: b goes from 1 to 1 over 20 steps" in lines
+    assert "  * C, since step 5" in lines

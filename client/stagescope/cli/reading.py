@@ -114,7 +114,7 @@ session_command(
 step_command(
     Step.rounds, "A step's mismatch round by round.", MEASURED, STAGE, ROLE, RANK,
     _choice("--by", "round|turn|staleness",
-            "Rows: segments of the mask, true turns (of recorded turn_ids), or ages of the policy.",
+            "Rows: segments of the mask, true turns (of recorded turn_ids), or staleness.",
             "round"),
     LIMIT,
 )  # fmt: skip

@@ -188,8 +188,8 @@ _OF_COMMANDS: Final = {
 def _routes_near(request: Request) -> list[str]:
     """Return the routes that read what the requested path may mean, the likeliest first.
 
-    A route counts by how many of its words the path has: as they are, as the name of a command, or
-    misspelt. Figures come last.
+    These have the most words of the path: as they are, as the name of a command, or misspelt.
+    Figures come last.
     """
     requested = request.url.path.strip("/").split("/")
     words = {path: _words(path) for path in request.app.state.readable}
@@ -200,12 +200,14 @@ def _routes_near(request: Request) -> list[str]:
         close = difflib.get_close_matches(name, known, n=2, cutoff=_CLOSE)
         meant.update([name] if name in known else close)
 
-    def rank(path: str) -> tuple[int, bool, int, str]:
-        depth = path.strip("/").count("/") + 1
-        is_figure = "figures" in words[path] - meant
-        return -len(words[path] & meant), is_figure, abs(depth - len(requested)), path
+    most = max(len(own & meant) for own in words.values())
+    near = [path for path in words if most and len(words[path] & meant) == most]
 
-    return sorted((path for path in words if words[path] & meant), key=rank)[:_NAMED_ROUTES]
+    def order(path: str) -> tuple[bool, int, str]:
+        depth = path.strip("/").count("/") + 1
+        return "figures" in words[path] - meant, abs(depth - len(requested)), path
+
+    return sorted(near, key=order)[:_NAMED_ROUTES]
 
 
 def _words(path: str) -> set[str]:

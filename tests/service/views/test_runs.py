@@ -231,7 +231,8 @@ def test_a_wrong_address_below_a_run_is_no_route_and_invites_no_change(live: Ser
         problem = live.problem(404, path)
         assert problem["wrong"] == f"there is no route {path}"
         assert "PATCH" not in problem["detail"]
-    assert "/runs/{run}/diagnosis" in live.problem(404, "/runs/r/wurst")["expected"]
+    assert "/runs/{run}/diagnosis" in live.problem(404, "/runs/r/zzz")["expected"]
+    assert live.problem(404, "/runs/r/wurst")["expected"].startswith("/runs/{run}/worst;")
 
 
 @pytest.mark.parametrize(
