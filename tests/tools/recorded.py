@@ -21,7 +21,7 @@ from tests.support.measure import payload
 
 from stagescope_service.settings import Settings
 
-PROSE = frozenset({"text", "detail", "message", "advice", "expected", "wrong"})
+PROSE = frozenset({"text", "detail", "message", "advice", "expected", "wrong", "reasons"})
 """Sentences may be worded better."""
 ADDED = frozenset({"nonfinite", "collectives"})
 """Fields that answers have now, and did not have when they were recorded."""
