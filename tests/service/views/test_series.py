@@ -331,8 +331,9 @@ def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
         assert in_several in " ".join(shown.split()), arguments
         assert max(map(len, shown.splitlines())) <= 80
     by_rank = invoke("series", "loss", "--by", "rank", env=env).stdout.splitlines()
-    marks = next(line for line in by_rank if set(line) == {" ", "^"})
-    assert marks == " " * len("actor 0  ") + "  ^^"
+    marks = next(line for line in by_rank if set(line) == {" ", "|", "^"})
+    assert marks == " " * len("actor 0  ") + " |^^"
+    assert "| begin of attempt 2 at step 2" in by_rank
     with twice.session() as session:
         assert session.step(3).metrics().begun_again == AGAIN
         assert in_one in session.step(3).metrics()._repr_html_()
