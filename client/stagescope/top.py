@@ -186,7 +186,8 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
     lines = [Line(f"{head}  lacks", "title")]
     for row in snapshot.steps:
         step = int(row["step"])
-        verdict = snapshot.verdicts.get(step) or ("" if row["measured"] else "no numbers")
+        has_none = not row["measured"] and row["complete"] != "open"  # an open step may get some
+        verdict = snapshot.verdicts.get(step) or ("no numbers" if has_none else "")
         text = f"{step:>8}  {verdict:<13}{row['complete']:<10}"
         for title in _METRICS:
             value = snapshot.numbers.get(title, {}).get(step)

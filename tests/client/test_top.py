@@ -328,6 +328,16 @@ STEP: dict[str, object] = {"step": 3, "attempt": 1, "complete": "open", "measure
                            "gap": None, "superseded_by": None, "closed_wall": None}  # fmt: skip
 
 
+def test_an_open_step_is_not_said_to_have_no_numbers() -> None:
+    closed = {**STEP, "step": 2, "complete": "complete"}
+    lines = [line.text for line in screen_of({"/steps": {"rows": [STEP, closed]}})]
+    (opened,) = [line for line in lines if line.startswith(f"{3:>8}  ")]
+    (ended,) = [line for line in lines if line.startswith(f"{2:>8}  ")]
+    assert "open" in opened
+    assert "no numbers" not in opened
+    assert "no numbers" in ended
+
+
 def screen_of(answers: dict[str, object]) -> list[Line]:
     """The screen of a service that gives these answers, and no rows to other questions."""
     answers = {"/series": {"steps": [], "comparable": [], "series": []}, **answers}

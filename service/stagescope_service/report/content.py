@@ -171,7 +171,8 @@ def _metrics(scope: ReportScope) -> ReportSection:
     if answer["complete"] != "complete":
         gaps.append(f"the step is {answer['complete']}")
     missing = answer["missing"]
-    gaps += [f"missing: {missing_text(missing)}"] if missing else []
+    word = "waiting for" if answer["complete"] == "open" else "missing"
+    gaps += [f"{word}: {missing_text(missing)}"] if missing else []
     worst = published.get("per_round/max_round_diff")
     if worst is not None:
         value = parse_nonfinite(published.get("per_round/max_diff_value", "nan"))
