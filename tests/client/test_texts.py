@@ -259,9 +259,11 @@ def test_a_short_line_shows_a_drop_as_well_as_a_spike() -> None:
 
 
 def test_an_explained_symptom_without_a_first_step_shows_its_evidence() -> None:
-    row = {"verdict": "found", "last_step": None, "next": [], "against": [], "meaning": "m",
-           "record": None, "waits": False}  # fmt: skip
-    rows = [
+    row: dict[str, Json] = {
+        "verdict": "found", "last_step": None, "next": [], "against": [], "meaning": "m",
+        "record": None, "waits": False,
+    }  # fmt: skip
+    rows: list[dict[str, Json]] = [
         {**row, "rule": "a", "cause": None, "sentence": "A, since step 4", "since_step": 4,
          "for": []},
         {**row, "rule": "b", "cause": "a", "sentence": "B does not rise", "since_step": None,

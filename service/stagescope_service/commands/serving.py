@@ -256,7 +256,7 @@ def _announce(info: ServiceInfo, settings: Settings) -> None:
     click.echo(f"try            {prefix}stagescope status")
     direct = "--noproxy '*' " if proxies.unused_variable(info.url) else ""
     click.echo(f'               curl {direct}-H "Authorization: Bearer {read_value}" \\')
-    click.echo(f"                    {info.url}/steps/latest/metrics")
+    click.echo(f"                    {info.url}/steps/measured/metrics")
 
 
 @click.command()
