@@ -76,17 +76,20 @@ FILES: Final = {
 NOTEBOOKS: Final = {"notebook": ("jump_at_the_restart", 1560)}
 """Name -> the notebook, and the height in pixels."""
 COLUMNS: Final = 96
-SOURCES: Final = f"{ROOT}/tests/tools/"
+SOURCES: Final = f"{ROOT}/"
+"""What paths on a picture lack: it shows no machine's directories."""
 _OPEN_STACKS: Final = (
     "for (const e of document.querySelectorAll('details[data-key]')) e.open = true"
 )
 _SHORTEN_PATHS: Final = """sources => {
-    const texts = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
-    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replace(sources, "");
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        texts.currentNode.data = texts.currentNode.data.replaceAll(sources, "");
+    }
 }"""
 _TERMINAL: Final = (
     '<body style="margin:0;background:#16181d"><pre style="color:#d8dce2;margin:0;padding:18px;'
-    'font:14px/1.4 DejaVu Sans Mono,monospace">'
+    'font:14px/1.4 DejaVu Sans Mono,monospace;white-space:pre-wrap">'
 )
 
 
@@ -110,6 +113,7 @@ class Pictures:
         """Write the top of a page."""
         page.set_viewport_size({"width": width, "height": height})
         page.wait_for_timeout(500)  # Plotly draws again for the size
+        page.evaluate(_SHORTEN_PATHS, SOURCES)
         session = page.context.new_cdp_session(page)
         answer = session.send("Page.captureScreenshot", {"format": "webp", "quality": QUALITY})
         (self.directory / f"{name}.webp").write_bytes(base64.b64decode(answer["data"]))
@@ -139,7 +143,6 @@ def pictured_views(visit: Visit, pictures: Pictures, views: Mapping[str, tuple[s
             visit.page.set_viewport_size({"width": WIDTH, "height": height})
             visit.go(address)
             visit.page.evaluate(_OPEN_STACKS)
-            visit.page.evaluate(_SHORTEN_PATHS, SOURCES)
             visit.wait_until(
                 "[...document.querySelectorAll('main .plot')].filter("
                 "e => e.getBoundingClientRect().top < innerHeight)"
@@ -184,7 +187,8 @@ def pictured_commands(page: Page, pictures: Pictures) -> None:
 def terminal(page: Page, pictures: Pictures, name: str, command: str, lines: Iterable[str]) -> None:
     """Draw a command with what it printed."""
     shown = html.escape("\n".join([f"$ stagescope {command}", *lines]))
-    page.set_content(f"{_TERMINAL}{shown.replace(SOURCES, '')}")
+    page.set_viewport_size({"width": 860, "height": 600})
+    page.set_content(f"{_TERMINAL}{shown}")
     height = int(page.evaluate("document.querySelector('pre').getBoundingClientRect().height"))
     pictures.save(page, name, width=860, height=height)
 
