@@ -370,7 +370,7 @@ def test_the_steps_of_an_attempt_lead_on_over_the_restart(
         visit.page.click("tr[data-key='1'] >> text=ask the doctor")
         visit.wait_until("document.querySelector('h1').textContent.startsWith('Doctor')")
         visit.settle()
-        assert text(visit, "h1") == f"Doctor: {RUN}, attempt 1"
+        assert text(visit, "h1") == f"Doctor of {RUN}, attempt 1"
         assert visit.messages == []
 
 

@@ -118,6 +118,7 @@ def test_what_others_do_to_runs_is_seen(live: Service) -> None:
         visit.go("#/runs/old/doctor")
         assert live.operate.patch("/runs/old", json={"display_name": "basis"}).status_code == 200
         visit.wait_until("document.querySelector('#where').textContent.includes('basis')")
+        visit.wait_until("document.querySelector('h1').textContent === 'Doctor of basis'")
         assert live.operate.delete("/runs/old?wait=10").json()["deleted"]
         visit.wait_until("document.querySelector('h1').textContent.includes('There is no run old')")
         assert visit.messages == []

@@ -194,12 +194,10 @@ function sayWhatIsThere(view, params, { sentence, links }) {
   });
 }
 
-/** Show the name that somebody gave the run, and that somebody deleted it. */
+/** Show the view again after somebody renamed or deleted its run. */
 function followRun(event) {
   const { params } = find(parse(location.hash).parts) ?? {};
-  if (!params?.run || event.run !== params.run) return;
-  if (isAction(event, "change_run")) lackingOf(params, performance.now()).catch(() => {});
-  if (!isAction(event, "run_deleted")) return;
+  if (!params?.run || event.run !== params.run || !isAction(event, "change_run", "run_deleted")) return;
   there.clear();
   state.since = performance.now();
   dispatchEvent(new Event(AGAIN));

@@ -1,6 +1,6 @@
 // The doctor's panel: what the rulebook finds, what speaks for and against it, what to do next.
 
-import { choose } from "./address.js";
+import { choose, nameOf } from "./address.js";
 import { isOver } from "./blocks.js";
 import { command, withCommands } from "./commands.js";
 import { badge, button, form, h, quantity } from "./dom.js";
@@ -26,7 +26,7 @@ export const stateOf = (isSick, { healthy, measured }) => isSick ? badge("found"
 
 /** The diagnosis of a run, perhaps of one step. */
 export function doctor(view, { run, step = "", attempt }) {
-  view.add(h("h1", {}, `Doctor: ${run}${attempt ? `, attempt ${attempt}` : ""}`), form({},
+  view.add(h("h1", {}, `Doctor of ${nameOf(run)}${attempt ? `, attempt ${attempt}` : ""}`), form({},
     (fields) => choose({ step: fields.step.value }), h("label", { for: "step" }, "At step"),
     h("input#step", { name: "step", value: step, inputmode: "numeric", size: 8, placeholder: "newest" }),
     h("button", {}, "Ask")));

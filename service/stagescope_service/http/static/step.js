@@ -28,7 +28,7 @@ export function step(view, params, user) {
     return;
   }
   let shown;
-  view.add(h("h1", {}, `Newest step of ${params.run}`));
+  view.add(h("h1", {}, `Newest step of ${nameOf(params.run)}`));
   view.block({
     path: (since) => newestStep(params, since), leads: true,
     concerns: (event) => event.event === "step" && event.run === params.run
