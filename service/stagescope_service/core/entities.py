@@ -287,8 +287,12 @@ class Attempt:
     #: The reported `resumed_from_step` as it was stored before the service restarted.
     resumed_restored: int | None = None
     last_closed_step: int | None = None
-    #: Time at which its first step closed.
+    #: Time at which its first step closed, and the last one.
     first_closed_wall: float | None = None
+    last_closed_wall: float | None = None
+    #: Number of steps that closed, and the most seconds between two of them.
+    closes: int = 0
+    longest_wait: float = 0.0
     #: (role, rank, age) of the process whose fingerprint it has: the lowest of all, so that the
     #: fingerprints of two attempts come from corresponding processes.
     fingerprint_of: RankAge | None = None
@@ -384,8 +388,11 @@ class Attempt:
 
     def note_closed(self, wall: float) -> None:
         """Record when a step closed."""
-        first = self.first_closed_wall
+        first, last = self.first_closed_wall, self.last_closed_wall
         self.first_closed_wall = wall if first is None else min(first, wall)
+        self.last_closed_wall = wall if last is None else max(last, wall)
+        self.longest_wait = max(self.longest_wait, 0.0 if last is None else wall - last)
+        self.closes += 1
 
     def world_size(self, role: str) -> int | None:
         """Return the number of ranks of a role, as its newest process reported it."""

@@ -61,7 +61,6 @@ class RunHistory:
         attempt: only this attempt, by its number; None: all current steps.
         last: the last step to look at; None: the newest.
         kept: reads tensors; None: symptoms that need tensors are not measured.
-        now: Unix seconds of the service; None: an earlier step is looked at.
         memory: what earlier histories of the run have read.
     """
 
@@ -76,11 +75,9 @@ class RunHistory:
         attempt: int | None = None,
         last: int | None = None,
         kept: KeptTensors | None = None,
-        now: float | None = None,
         memory: RunMemory | None = None,
     ) -> None:
         self.run = run
-        self.now = now
         self.kept = kept
         self._catalogue = catalogue
         self._last = last
@@ -104,7 +101,7 @@ class RunHistory:
         """Return the history up to the step `last`, without tensors."""
         found = object.__new__(type(self))
         found._adopt(self)
-        found._last, found.now = last, None
+        found._last = last
         found._rows = self._rows.until(last)
         found.steps = self.steps[: len(found._rows)]
         return found
@@ -184,11 +181,6 @@ class RunHistory:
     def processes(self, attempt_id: int) -> list[ProcessColumns]:
         """Return the processes of an attempt."""
         return self._catalogue.processes(attempt_id)
-
-    def closed_walls(self, attempt_id: int) -> list[float]:
-        """Return when the steps of an attempt closed, in Unix seconds, ascending."""
-        own = (row for row in self._rows.rows if row.attempt_id == attempt_id)
-        return sorted(row.closed_wall for row in own if row.closed_wall is not None)
 
     def partial(self) -> Series:
         """Return 1 for each step that closed without some of its ranks, else 0.

@@ -99,10 +99,9 @@ def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | 
 def _diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Found:
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
-    now = deps.clock() if step is None else None
     memory = deps.memories.of(target.run)
     history = RunHistory(
-        deps.catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now, memory=memory
+        deps.catalogue, target.run, attempt=attempt, last=step, kept=kept, memory=memory
     )
     rows = diagnose(history)
     if attempt is None:

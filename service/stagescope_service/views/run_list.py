@@ -49,16 +49,10 @@ def overview(deps: Dependencies, page: Page, *, hidden: bool) -> JsonObject:
     return page.answer(listed, more=len(rows) > page.limit)
 
 
-_PERIOD: Final = 600.0
-"""Seconds for which a judgement of a live run without a new step or finding holds."""
-
-
 def _judgement(deps: Dependencies, row: ListedRun, findings: OpenFindings) -> Judgement | None:
     if row["deleting_wall"] is not None:
         return None
-    # A training that reports nothing any more changes nothing else.
-    period = int(deps.clock() / _PERIOD) if row["live"] else None
-    state = (row["attempt_id"], row["last_closed_step"], period, tuple(findings.values()))
+    state = (row["attempt_id"], row["last_closed_step"], row["live"], tuple(findings.values()))
     judge = functools.partial(_judge, deps, row["run"])
     return deps.judgements.of(row["run"], state, judge)
 

@@ -1,4 +1,4 @@
-"""Periodic checks for stuck ranks and for unresponsive processes.
+"""Periodic checks for stuck ranks, unresponsive processes and trainings without a closed step.
 
 A stuck rank makes a finding, which is over when the rank goes on. Its stacks, and those of one rank
 that is not stuck, are requested once. An unresponsive process makes a finding with the time of its
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from stagescope_service.coordinator.hangs.blocked import BlockedCollectives
+from stagescope_service.coordinator.hangs.quiet import QuietTrainings
 from stagescope_service.coordinator.hangs.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
@@ -29,6 +30,7 @@ from stagescope_service.core.hangs.detection import (
     StuckRules,
     judge,
 )
+from stagescope_service.core.hangs.quiet import QUIET_KIND
 from stagescope_service.core.hangs.role_progress import roles
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.state import State
@@ -85,6 +87,7 @@ class HangWatch:
             state, late_seconds=late_seconds, min_seconds=rules.min_seconds
         )
         self._collectives = BlockedCollectives(state, rules)
+        self._quiet = QuietTrainings(state)
         self._pause = min(max(rules.min_seconds / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, _Found] = {}
@@ -108,6 +111,8 @@ class HangWatch:
                     self._open[key] = _Found(row["finding_id"], -math.inf)
             elif row["kind"] == COLLECTIVE_KIND:
                 self._collectives.adopt(row)
+            elif row["kind"] == QUIET_KIND:
+                self._quiet.adopt(row)
             elif row["kind"] == UNRESPONSIVE_KIND:
                 incarnation = str((row["evidence"] or {}).get("incarnation"))
                 self._silent[incarnation] = (attempt_id, row["finding_id"])
@@ -131,6 +136,7 @@ class HangWatch:
             return out
         self._due = now + self._pause
         out += self._silence.check(now)
+        out += self._quiet.check(wall)
         stuck: set[_Key] = set()
         before = self._unheard_since_restart()
         unheard: set[str] = set()

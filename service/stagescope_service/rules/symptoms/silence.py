@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from stagescope_service.rules.evidence import Count, Evidence, not_found, not_measured
 from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.rules.steps import CurrentStep
+from stagescope_service.rules.symptoms.rows import detail_of, found_in, messages
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.tables.training import SILENT
 from stagescope_wire.render import counted, ranks_text
@@ -18,12 +18,6 @@ from stagescope_wire.schema import RankKey
 
 _NAMED: Final = 20
 """Maximum number of ranks of which a line tells when they stopped."""
-_WAITS: Final = 3
-"""Minimum closed steps of an attempt, to know how long a step may take."""
-_LONGER: Final = 5.0
-"""Times the longest wait for a step, after which the next one is late."""
-_MOST: Final = 7 * 86_400.0
-"""Seconds after which nobody waits for a training any more."""
 
 
 def stopped(history: RunHistory, *, least: int) -> Evidence:
@@ -117,41 +111,26 @@ def _recorded(history: RunHistory, steps: Sequence[CurrentStep]) -> list[set[Ran
     ]
 
 
-def quiet(history: RunHistory, *, least: float) -> Evidence:
+def quiet(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return whether no step closes any more, though processes of the newest attempt live.
 
     Args:
         history: of the run.
-        least: minimum seconds without a closed step.
+        kinds: of the findings that say so while it is so.
     """
     newest = history.attempts[-1] if history.attempts else None
-    if history.now is None or newest is None or not newest["live"]:
-        reason = "no process of the run lives, or an earlier step is looked at"
-        return not_measured(reason, waits=True)
-    walls = history.closed_walls(newest["attempt_id"])
-    if len(walls) < _WAITS:
-        return not_measured("fewer than three steps of the attempt closed", waits=True)
-    seconds, longest = history.now - walls[-1], float(np.diff(walls).max())
-    text = (
-        f"step {newest['last_closed_step']} closed {_duration(seconds)} ago; the longest wait "
-        f"for a step before was {_duration(longest)}, and the processes still answer"
-    )
-    if not max(least, _LONGER * longest) < seconds < _MOST:
-        return not_found(text)
-    reached = {
-        (row["role"], row["rank"]): row["max_step"]
-        for row in history.processes(newest["attempt_id"])
-        if row["max_step"] is not None
-    }
-    first, last = min(reached.values(), default=0), max(reached.values(), default=0)
-    behind = sorted(rank for rank, step in reached.items() if step < last)
-    lines = [text]
-    if behind:
-        lines.append(f"{ranks_text(behind)} reached step {first}, and others step {last}")
-    return Evidence(
-        "found", 1.0, newest["last_closed_step"], ranks_text(behind), tuple(lines),
-        ranks=frozenset(behind),
-    )  # fmt: skip
+    if newest is None or not newest["live"]:
+        return not_measured("no process of the run lives", waits=True)
+    rows = [
+        row
+        for row in history.findings_of(kinds)
+        if row["over_wall"] is None and row["attempt_id"] == newest["attempt_id"]
+    ]
+    if not rows:
+        return not_found("no step is much later than the steps before")
+    behind = frozenset((role, rank) for role, rank in detail_of(rows[0], "behind") or ())
+    found = found_in(history, rows, messages(history, rows))
+    return dataclasses.replace(found, where=ranks_text(sorted(behind)), ranks=behind)
 
 
 def fell_silent(history: RunHistory) -> list[ListedAttempt]:
@@ -171,10 +150,3 @@ def fell_silent(history: RunHistory) -> list[ListedAttempt]:
         if history.reports.is_last_of(row["attempt_id"])
         if any(not process["raw"] for process in history.processes(row["attempt_id"]))
     ]
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((3_600.0, "h"), (60.0, "min")):
-        if seconds >= 2.0 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -221,6 +221,65 @@ def test_a_finding_of_a_job_that_took_leave_is_over(made: Clocked) -> None:
     assert [row["severity"] for row in made.findings()] == ["info"]
 
 
+# --- no step closes any more ------------------------------------------------------------------
+
+
+def test_a_training_without_a_closed_step_is_found_and_is_over_when_one_closes(
+    made: Clocked,
+) -> None:
+    step = train(made, 5)
+    made.pass_time(590.0)
+    assert made.findings("training_quiet") == []
+    made.pass_time(20.0)
+    (row,) = made.findings("training_quiet")
+    assert (row["step"], row["severity"], row["over_wall"]) == (4, "warning", None)
+    assert row["message"] == (
+        "no step closed for 10 min after step 4; the longest wait for a step before was 2 s, and "
+        "the processes still answer"
+    )
+    made.renew()
+    made.pass_time(10.0)
+    assert [row["over_wall"] for row in made.findings("training_quiet")] == [None]
+    for rank in (0, 1):
+        made.begin(rank, step)
+    made.pass_time(10.0)
+    (row,) = made.findings("training_quiet")
+    assert row["severity"] == "info"
+    assert row["over_wall"] is not None
+
+
+def test_the_ranks_that_a_quiet_training_waits_for_are_named(made: Clocked) -> None:
+    step = train(made, 5)
+    made.begin(0, step)
+    made.pass_time(610.0)
+    (row,) = made.findings("training_quiet")
+    assert row["message"].endswith(". actor rank 1 did not reach the newest step")
+    assert row["evidence"]["behind"] == [["actor", 1]]
+    made.pass_time(60.0, polling=())
+    (row,) = made.findings("training_quiet")
+    assert row["over_wall"] is not None  # the end of the attempt has findings of its own
+
+
+def test_raw_calls_do_not_say_whether_a_training_goes_on(made: Clocked) -> None:
+    for step in range(1, 6):
+        call = {"run": "raw", "rank": 0, "step": step, "stage": "s"}
+        made.run(made.coordinator.raw_calls.record("begin", f"d{step}", call, None))
+        made.now += 2.0
+    made.pass_time(700.0)
+    assert rows_of(made.store, "attempts")[-1]["last_closed_step"] == 4
+    assert made.findings("training_quiet") == []
+
+
+def test_a_training_whose_steps_take_long_is_not_quiet(made: Clocked) -> None:
+    train(made, 3)
+    made.now += 300.0
+    step = train(made, 5)
+    made.pass_time(1_400.0)
+    assert made.findings("training_quiet") == []
+    made.pass_time(200.0)
+    assert [row["step"] for row in made.findings("training_quiet")] == [step - 2]
+
+
 # --- stacks -----------------------------------------------------------------------------------
 
 
