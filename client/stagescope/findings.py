@@ -217,8 +217,8 @@ _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 _OF_VERDICT: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}
 _LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
 _LOGGED: Final = "log it"
-_WAIT: Final = "wait for more steps"
-_NOTHING: Final = "nothing to do: they need what this run does not have, such as a restart"
+_WAIT: Final = "more steps are needed"
+_NOTHING: Final = "no recording would help: they need what the training has not done so far"
 _SHOWN_SHARE: Final = 0.01
 """Minimum share of a part of the mismatch that is displayed without `all()`."""
 

@@ -144,7 +144,7 @@ def _ended_like(evidence: Evidence, symptoms: Sequence[Diagnosis]) -> Evidence:
         return evidence
     lasts = [each.evidence.last_step or 0 for each in symptoms]
     last = max(lasts if end is None else [*lasts, end.step])
-    why = "its symptoms ended" if end is None else end.why
+    why = "its symptoms ended" if symptoms or end is None else end.why
     text = f"last seen in step {last}; {why}"
     return dataclasses.replace(evidence, last_step=last, against=(*evidence.against, text))
 

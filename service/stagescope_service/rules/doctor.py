@@ -102,7 +102,7 @@ def add_earlier(
 
     Args:
         found: diagnoses of `history`. A diagnosis stays as it is if it already names an attempt, or
-            its symptom began in this attempt or earlier.
+            if its symptom lasts and began in this attempt or earlier.
         history: of the run.
         earlier: of the attempt alone.
         attempt: its number.
@@ -125,7 +125,7 @@ def add_earlier(
 def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
     if evidence.before is not None:
         return False
-    if evidence.verdict != "found":
+    if evidence.verdict != "found" or evidence.last_step is not None:
         return True
     begun_in = None if evidence.since_step is None else history.attempt_of(evidence.since_step)
     return begun_in is not None and begun_in > attempt

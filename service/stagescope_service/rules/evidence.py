@@ -107,7 +107,8 @@ class Evidence:
         firings: of triggers, each of which any cause that stands in its step explains.
         note: facts to know that are no symptom; '' if none. What was found, too, is a note alone
             unless it explains another symptom.
-        before: the symptom in an earlier attempt; the sentences mention it, too.
+        before: the symptom in an earlier attempt; the sentences mention it, too, unless the
+            symptom ended.
     """
 
     verdict: Verdict
@@ -149,6 +150,8 @@ class Evidence:
 
     def with_before(self, before: EarlierSymptom) -> Evidence:
         """Return a copy that also names an earlier attempt with the symptom."""
+        if self.last_step is not None:
+            return dataclasses.replace(self, before=before)  # its sentences are of that time
         if self.verdict == "found":
             return dataclasses.replace(self, supports=(*self.supports, before.text), before=before)
         return dataclasses.replace(self, against=(*self.against, before.text), before=before)

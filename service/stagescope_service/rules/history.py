@@ -46,6 +46,8 @@ READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 PARTIAL: Final = 200
 """Newest partial steps whose missing ranks are read."""
+CAPTURES: Final = 8
+"""Newest captured steps of an attempt that are looked at."""
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
 _CACHED: Final = 16
@@ -371,14 +373,14 @@ class RunHistory:
         )
         return any(map(self.reports.is_known, steps))
 
-    def captured_after(self, attempt: int, step: int) -> CurrentStep | None:
-        """Return the newest current captured step after a step, by the number of its attempt."""
+    def captured_after(self, attempt: int, step: int) -> Iterator[CurrentStep]:
+        """Yield the current captured steps after a step of an attempt (its number), newest first:
+        at most `CAPTURES` of each attempt."""
         for attempt_id in reversed(self._ids):
             number = self._number[attempt_id]
-            for found in self._catalogue.operator_steps(attempt_id, limit=STEPS):
+            for found in self._catalogue.operator_steps(attempt_id, limit=CAPTURES):
                 if (number, found) > (attempt, step) and self.attempt_of(found) == number:
-                    return CurrentStep(found, attempt_id, number, None, ())
-        return None
+                    yield CurrentStep(found, attempt_id, number, None, ())
 
     def operators(self, attempt_id: int, step: int) -> list[OperatorTableRow]:
         """Return the operator tables of a step."""

@@ -212,7 +212,7 @@ def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     by_attempt: dict[tuple[int, bool], list[str]] = {}
     for each in rows:
         before = each.evidence.before
-        if before is not None and before.is_cause and each.evidence.verdict != "found":
+        if before is not None and before.is_cause and not each.lasts:
             since = "" if before.since_step is None else f", since step {before.since_step}"
             key = before.attempt, before.is_end
             by_attempt.setdefault(key, []).append(each.rule.title + since)

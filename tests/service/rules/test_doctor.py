@@ -670,8 +670,8 @@ def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
     restart = rows["mismatch_jump_at_restart"]
     assert (restart["record"], restart["waits"]) == (None, False)
     shown = shown_by(live, "doctor", "short")
-    assert f"\n  wait for more steps: {sum(row['waits'] for row in rows.values())} rules" in shown
-    assert "\n  nothing to do: they need what this run does not have, such as a restart" in shown
+    assert f"\n  more steps are needed: {sum(row['waits'] for row in rows.values())} rules" in shown
+    assert "\n  no recording would help: they need what the training has not done so far" in shown
 
 
 def test_before_a_step_closed_there_is_nothing_to_record(live: Service) -> None:
@@ -680,7 +680,7 @@ def test_before_a_step_closed_there_is_nothing_to_record(live: Service) -> None:
     unknown = [row for row in rows.values() if row["verdict"] == "not measured"]
     assert {(row["record"], row["waits"]) for row in unknown} == {(None, True)}
     shown = shown_by(live, "doctor", "opened").splitlines()
-    assert shown[-1] == f"  wait for more steps: {len(unknown)} rules"
+    assert shown[-1] == f"  more steps are needed: {len(unknown)} rules"
 
 
 def test_a_run_without_streams_is_told_to_record_them(live: Service) -> None:

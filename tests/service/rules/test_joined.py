@@ -80,6 +80,7 @@ def test_a_captured_operator_ends_with_its_symptoms(live: Service) -> None:
     operator = next(row for row in answer["rows"] if row["rule"] == "non_finite_operator")
     assert (operator["since_step"], operator["last_step"]) == (4, 12)
     assert operator["sentence"].endswith("sick since step 4, last seen in step 12")
+    assert operator["against"] == ["last seen in step 12; its symptoms ended"]
 
 
 @pytest.mark.parametrize(("calls", "last_step"), [(40, 14), (10, None)])
@@ -92,9 +93,14 @@ def test_a_later_capture_of_the_same_calls_ends_an_operator(
     train(live, run, steps=range(1, 20))
     report(live, run, "non_finite_operator", step=14, severity="error", **place)
     put_operators(live, run, 14, calls=40, first_non_finite={"name": "x"}, **place)
-    put_operators(live, run, 17, calls=calls, first_non_finite=None, **place)
+    mask = {"name": "a mask"}  # an infinity that is perhaps none
+    put_operators(live, run, 17, calls=calls, first_non_finite=mask, certain=False, **place)
+    put_operators(live, run, 18, calls=40, **(place | {"stage": "rollout_generate"}))
     row = rows_of(live, run)["non_finite_operator"]
     assert (row["verdict"], row["last_step"]) == ("found", last_step)
+    if last_step:
+        why = "the operators of these ranks are finite in step 17"
+        assert row["against"] == [f"last seen in step 14; {why}"]
 
 
 def test_an_operator_of_an_earlier_attempt_is_not_that_of_the_newest(live: Service) -> None:

@@ -156,6 +156,13 @@ def test_what_holds_although_the_newest_steps_are_fewer_says_so() -> None:
     )
 
 
+def test_values_that_are_not_finite_are_no_spikes() -> None:
+    values = [1.0] * 10 + [float("nan")] * 20 + [1.0] * 5
+    assert _spike(series(values), 10.0, 50).verdict == "not found"
+    (late,) = {_spike(series([*values, 30.0]), 10.0, 50).since_step}
+    assert late == len(values) + 1
+
+
 # --- statistics of the evidence ---------------------------------------------------------------
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=40))
 def test_rank_correlations_are_those_of_their_definitions(values: list[int]) -> None:

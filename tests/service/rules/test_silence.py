@@ -110,6 +110,26 @@ def test_a_training_of_which_no_rank_reports_is_named(lapses: bool, live: Servic
     assert found_in(rows_of(live, run, step=8)) == set()
 
 
+def test_an_old_failure_does_not_hide_how_the_newest_attempt_ended(live: Service) -> None:
+    run = "died-again"
+    for key, first in (("a1", 1), ("a2", STOPS)):
+        start = 1_000.0 if key == "a1" else 9_000.0
+        ranks = [
+            Rank(live, run=run, rank=rank, world_size=2, key=key, start=start) for rank in range(2)
+        ]
+        for step in range(first, first + 8):
+            live.engine.take_together([each.draft_stage(STAGE, step) for each in ranks])
+        if key == "a1":
+            report(live, run, "process_crashed", "rank 1 crashed", step=8, role="actor", rank=1)
+        for each in ranks:
+            live.engine.fall_silent(each)
+    answer = live.get(f"/runs/{run}/diagnosis")
+    row = next(each for each in answer["rows"] if each["rule"] == "processes_failed")
+    assert row["last_step"] is None
+    assert row["sentence"].startswith("Processes stopped reporting between stages")
+    assert [text.partition(":")[0] for text in row["for"]] == ["attempt 2", "attempt 1"]
+
+
 def test_the_step_in_which_a_training_died_is_named(live: Service) -> None:
     """The end of the attempt closes the step: it is the last closed one then."""
     ranks = [Rank(live, run="killed", rank=rank, world_size=2) for rank in range(2)]

@@ -56,7 +56,7 @@ export function doctor(view, { run, step = "", attempt }) {
             ["rule", "title", { ...HEAD, ...WIDE }], ["", "verdict", BADGE],
             ["because", (row) => [...row.against, ...(row.verdict === "not measured" ? row.for : [])].join("; "),
               WIDE],
-            ["to measure it", (row) => (row.record ? h("code", {}, row.record) : row.waits ? "wait for more steps" : ""),
+            ["to measure it", (row) => (row.record ? h("code", {}, row.record) : row.waits ? "more steps are needed" : ""),
               WIDE],
           ], rest, { key: (row) => row.rule })),
       ];

@@ -57,19 +57,19 @@ def _finite_again(
     A place counts only if this capture recorded at least half the calls of the last step with a
     finding: a capture of a few modules says nothing about the others.
     """
-    again = history.captured_after(history.number_of(last_id), last)
-    if again is None:
-        return None
     places: set[_Place] = {(row["role"], row["rank"], row["stage"]) for row in rows}
-    tables = history.operators(again.attempt_id, again.step)
-    before, after = _calls(history.operators(last_id, last)), _calls(filter(_is_finite, tables))
-    if not all(after.get(each, 0) >= max(before.get(each, 0) / 2, 1) for each in places):
-        return None
-    return again.step
+    before = _calls(history.operators(last_id, last))
+    for again in history.captured_after(history.number_of(last_id), last):
+        after = _calls(filter(_is_finite, history.operators(again.attempt_id, again.step)))
+        if all(after.get(each, 0) >= max(before.get(each, 0) / 2, 1) for each in places):
+            return again.step
+    return None
 
 
 def _is_finite(table: OperatorTableRow) -> bool:
-    return bool(table["certain"]) and table["first_non_finite"] is None and not table["truncated"]
+    """Return whether no operator of a dump is certainly wrong: masks are infinite, too."""
+    is_wrong = table["first_non_finite"] is not None and bool(table["certain"])
+    return not (is_wrong or table["truncated"])
 
 
 def _calls(tables: Iterable[OperatorTableRow]) -> dict[_Place, int]:

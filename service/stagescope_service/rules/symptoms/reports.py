@@ -171,16 +171,36 @@ def lost(history: RunHistory) -> Evidence:
 
 
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
-    """Return the findings of some kinds, else the stages whose process was gone at their end, else
-    the attempts that ended between stages without a word."""
-    reported = finding(history, kinds=kinds)
+    """Return how processes failed last: findings of some kinds, else stages whose process was gone
+    at their end, else attempts that ended between stages without a word."""
+    each = (_reported(history, kinds), _cut_off(history), _ended_silently(history))
+    found = [evidence for evidence in each if evidence is not None]
+    # An old failure does not hide how the newest attempt ended.
+    return max(found, key=_last_seen, default=not_found(f"no finding {' or '.join(kinds)}"))
+
+
+def _last_seen(evidence: Evidence) -> float:
+    return math.inf if evidence.last_step is None else evidence.last_step
+
+
+def _reported(history: RunHistory, kinds: Sequence[str]) -> Evidence | None:
+    """Return the findings of some kinds in the newest attempt that has some; None: none has."""
+    every = history.findings_of(kinds)
+    newest = max((row["attempt_id"] or 0 for row in every), default=0)
+    rows = [row for row in every if (row["attempt_id"] or 0) == newest]
+    if not rows:
+        return None
+    texts = messages(history, rows)
+    if len(rows) < len(every):
+        texts.append(f"and {counted(len(every) - len(rows), 'finding')} of earlier attempts")
+    return found_in(history, rows, [*texts, *_after(history, rows)])
+
+
+def _cut_off(history: RunHistory) -> Evidence | None:
+    """Return the stages that the end of their process cut off; None: there are none."""
     unended = _unended(history, history.losses)
-    if reported.verdict == "found":
-        own = history.findings_of(kinds)
-        supports = (*reported.supports, *_after(history, own))
-        return dataclasses.replace(reported, supports=supports)
     if not unended:
-        return _ended_silently(history) or reported
+        return None
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
     together = _gone_together(history, unended)
     lines = Counter(
@@ -216,19 +236,17 @@ def _gone_together(history: RunHistory, rows: Sequence[LossRow]) -> list[Process
 
 
 def _ended_silently(history: RunHistory) -> Evidence | None:
-    silent = fell_silent(history)
+    """Return the newest attempt that ended without a word, and those before it; None: none did."""
+    silent = fell_silent(history)[::-1]
     if not silent:
         return None
     cut_off = [history.cut_off_step(row["attempt_id"]) for row in silent]
-    rows = [
-        {**row, "step": None if cut is None else cut.step, "role": None, "rank": None}
-        for row, cut in zip(silent, cut_off, strict=True)
-    ]
+    cut = cut_off[0]
+    row = {**silent[0], "step": None if cut is None else cut.step, "role": None, "rank": None}
     lines = [_silent_text(*each) for each in zip(silent, cut_off, strict=True)]
-    found = found_in(history, rows, first_of(lines, 3, "attempts"))
-    within = [cut is not None for cut in cut_off]
-    place = " within a step" if all(within) else "" if any(within) else " between stages"
-    headline = f"Processes stopped reporting{place}, and said nothing of an end"
+    found = found_in(history, [row], first_of(lines, 3, "attempts"))
+    place = "between stages" if cut is None else "within a step"
+    headline = f"Processes stopped reporting {place}, and said nothing of an end"
     return dataclasses.replace(found, headline=headline)
 
 

@@ -113,7 +113,7 @@ _ORDERED: Final = 0.1
 _FALLS: Final = 3.0
 """Noise widths of a fall that is no lack of progress."""
 _SURE_SPIKES: Final = 3
-"""Number of spikes and of steps that are not finite from which on the evidence is sure."""
+"""Number of spikes from which on the evidence is sure."""
 _SPIKE_STEPS: Final = 50
 
 
@@ -121,7 +121,8 @@ def scalar_spike(history: RunHistory, *, names: Sequence[str], factor: float) ->
     """Return whether a scalar exceeded `factor` times the median of the `_SPIKE_STEPS` steps up to
     there, in one of as many newest steps.
 
-    If several roles log it, the evidence names the first one that shows it.
+    Values that are not finite are no spikes: `scalars_not_finite` names them. If several roles log
+    the scalar, the evidence names the first one that shows it.
     """
     logged = _logged(history, names)
     if isinstance(logged, Evidence):
@@ -136,34 +137,29 @@ _FEW: Final = 5
 
 def _spike(series: Series, factor: float, window: int) -> Evidence:
     is_finite = np.isfinite(series.values)
-    if is_finite.sum() < _FEW and is_finite.all():
-        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed", waits=True)
+    if (known := int(is_finite.sum())) < _FEW:
+        text = f"{series.name} has {known} finite steps, {_FEW} are needed"
+        return not_measured(text, waits=True)
     sizes = np.where(is_finite, np.abs(series.values), np.nan)
     medians = _medians_up_to(sizes, window)
     over = sizes > factor * medians
-    period = event_period(over | ~is_finite, window)
+    period = event_period(over, window)
     if period is None or period.last is not None:
         return not_found(
             f"{series.name} stays below {factor:g} times its median {short(float(medians[-1]))} in "
             f"the newest {min(window, len(series))} steps"
         )
-    lines = []
-    own = np.arange(len(series)) >= period.first
-    bad, spikes = series.steps[own & ~is_finite], np.flatnonzero(own & over)
-    if len(bad):
-        lines.append(f"{series.name} is not finite in {len(bad)} steps, from {bad[0]}")
-    if len(spikes):
-        largest = spikes[sizes[spikes].argmax()]
-        listed = ", ".join(f"step {step}" for step in series.steps[spikes[:5]])
-        lines.append(
-            f"{series.name} is up to {short(float(sizes[largest]))}, "
-            f"{times(float(sizes[largest]), float(medians[largest]))} its median before "
-            f"({listed}{', ...' if len(spikes) > 5 else ''})"
-        )
-    last = int(np.flatnonzero(over | ~is_finite)[-1])
-    sure = min(1.0, (len(bad) + len(spikes)) / _SURE_SPIKES)
-    evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
-    return evidence.ended_after(series.steps.tolist(), int(series.steps[last]))
+    spikes = np.flatnonzero((np.arange(len(series)) >= period.first) & over)
+    largest = spikes[sizes[spikes].argmax()]
+    listed = ", ".join(f"step {step}" for step in series.steps[spikes[:5]])
+    text = (
+        f"{series.name} is up to {short(float(sizes[largest]))}, "
+        f"{times(float(sizes[largest]), float(medians[largest]))} its median before "
+        f"({listed}{', ...' if len(spikes) > 5 else ''})"
+    )
+    sure = min(1.0, len(spikes) / _SURE_SPIKES)
+    evidence = Evidence("found", sure, int(series.steps[period.first]), "", (text,))
+    return evidence.ended_after(series.steps.tolist(), int(series.steps[spikes[-1]]))
 
 
 def _medians_up_to(values: Float64, window: int) -> Float64:
