@@ -274,7 +274,7 @@ class Table:
         if about.get("note"):
             foot.append(str(about["note"]))
         if about.get("superseded_by") is not None:
-            foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
+            foot.append(f"superseded by attempt {render.format_value(about['superseded_by'])}")
         return foot
 
     def _omissions(self, rows: int | None) -> list[str]:

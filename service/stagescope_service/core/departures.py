@@ -13,6 +13,9 @@ from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
 from stagescope_wire.schema import Work
 
+STAGE_LOSS: Final = "stage"
+"""The kind of the lost data of a stage that its process left open."""
+
 LONG_GONE_SECONDS: Final = 3600.0
 """Seconds until a lapsed process is given up: ranks run on while the service is down."""
 
@@ -129,14 +132,14 @@ def _silence(process: Process, lost_nodes: Collection[str]) -> str:
 
 def stage_loss(attempt: Attempt, process: Process, work: Work, reason: str, wall: float) -> Put:
     """Return the loss of a stage, with the reason."""
-    return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
+    return loss_row(attempt, process, work, STAGE_LOSS, reason, count=1, wall=wall)
 
 
 def take_leave_back(process: Process, work: Work) -> list[Instruction]:
     """Withdraw the loss of a stage, unless another of its spans is still lost."""
     if any(span.work.key == work.key for span in process.unfinished.values()):
         return []
-    lost = row_id(process.incarnation, work.key, "stage", "")
+    lost = row_id(process.incarnation, work.key, STAGE_LOSS, "")
     return [Delete("losses", {"loss_id": lost})]
 
 

@@ -10,12 +10,16 @@ from fastapi import APIRouter, Depends, Query, Request
 from stagescope_service.core.hangs.stack_requests import ANSWERED, ASKED
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import (
+    AttemptKey,
+    AttemptNumber,
     AttemptQueryOf,
     Deps,
     Rank,
     RankQueryOf,
     Role,
+    Run,
     Stage,
+    StepText,
     StepTarget,
 )
 from stagescope_service.http.problems import check_ready
@@ -27,12 +31,27 @@ from stagescope_service.views.hangs.stacks import StackQuery, stack_row
 from stagescope_service.views.models import steps as models
 from stagescope_service.views.models.bodies import StacksRequest
 from stagescope_service.views.reading.dependencies import Dependencies
+from stagescope_service.views.reading.target import Target
 
 router = APIRouter(tags=["hangs"])
 
 
+def stuck_target(
+    deps: Deps,
+    step: StepText,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    attempt_key: AttemptKey = None,
+) -> Target:
+    """Return the step of a path, or an attempt that has begun none."""
+    return stuck_view.stuck_target(deps, step, run, attempt, attempt_key)
+
+
+StuckTarget = Annotated[Target, Depends(stuck_target)]
+
+
 @router.get("/steps/{step}/stuck", response_model=models.Stuck)
-def stuck(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
+def stuck(deps: Deps, target: StuckTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
     """List the ranks that hold up the others of their role, and since when.
 
     A stuck rank has been quiet for longer than `limit_seconds`. Others of its role began or ended a
@@ -41,6 +60,9 @@ def stuck(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> A
     counts. Ranks that wait for it are not listed. One that never reported (`unheard`), though
     earlier steps closed without it, is listed once the others are late. Open steps before this one
     are checked too. Earlier findings of this step are in `findings`, also those that are over.
+
+    `latest` is the newest attempt's, even if that has begun no step yet: then `step` is null, and
+    `note` says for how long.
     """
     return Answer(stuck_view.stuck(deps, target, page, **ranks))
 

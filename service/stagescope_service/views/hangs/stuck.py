@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from stagescope_service.core.departures import STAGE_LOSS
 from stagescope_service.core.entities import FINISHED, StageKey, StageTiming
 from stagescope_service.core.hangs import detection as hang_detection
 from stagescope_service.core.hangs.detection import (
@@ -29,7 +30,7 @@ from stagescope_service.store.queries.runs import PartTiming
 from stagescope_service.store.tables import FindingRow, ProcessColumns, StageRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.steps import StuckRow
-from stagescope_service.views.pages import Page
+from stagescope_service.views.pages import Page, parse_step
 from stagescope_service.views.reading.completeness import ALL_ROWS, began, ended
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import finding_rows, matching
@@ -326,10 +327,32 @@ def _nobody_left(catalogue: Catalogue, attempt: ListedAttempt) -> str | None:
         why = "all of them finished" if is_finished else attempt["end_reason"]
         return f"no process is left: {why}"
     ranks = len({(row["role"], row["rank"]) for row in rows})
-    return (
+    note = (
         "no process is left, so no rank is waited for. "
-        f"{lost} of {counted(ranks, 'rank')} stopped reporting "
-        "without a finish. The stages that they left open are unfinished, and listed as lost"
+        f"{lost} of {counted(ranks, 'rank')} stopped reporting without a finish"
+    )
+    if not catalogue.losses(attempt_id=attempt["attempt_id"], kind=STAGE_LOSS, limit=1):
+        return note
+    return f"{note}. The stages that they left open are unfinished, and listed as lost"
+
+
+def _not_begun(catalogue: Catalogue, attempt: ListedAttempt, now: float) -> str:
+    """Return a note on an attempt without a step: how long ago its last rank connected."""
+    number = attempt["number"]
+    if not attempt["live"]:
+        return f"attempt {number} is not live, and no rank of it began a step"
+    connected = {
+        (row["role"], row["rank"]): row["first_wall"] + (row["clock_offset"] or 0.0)
+        for row in catalogue.processes(attempt["attempt_id"])
+        if row["first_wall"] is not None
+    }
+    text = f"attempt {number} is live, and no rank has begun a step yet"
+    if not connected:
+        return text
+    quiet = max(now - max(connected.values()), 0.0)
+    return (
+        f"{text}: {counted(len(connected), 'rank')} connected, the last one {quiet:.0f} s ago. "
+        "If this is long, see where they are with `stagescope stacks`"
     )
 
 
@@ -365,6 +388,8 @@ def stuck(
     rank: int | None = None,
 ) -> JsonObject:
     """List the ranks that hold up the others of their role, and since when."""
+    if target.step is None:
+        return _without_step(deps, target, page, role, rank)
     settings, now = deps.settings, deps.clock()
     step = target.step_number
     rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
@@ -400,3 +425,45 @@ def stuck(
         "findings": finding_rows(findings, numbers),
         **page.cut(rows),
     }
+
+
+def _without_step(
+    deps: Dependencies, target: Target, page: Page, role: str | None, rank: int | None
+) -> JsonObject:
+    """Return the answer for an attempt that has begun no step: only a silent process is listed."""
+    now, attempt_id = deps.clock(), target.attempt_id
+    processes = _newest_processes(deps.catalogue.processes(attempt_id))
+    rows = [
+        row
+        for row in _unresponsive_rows(deps.catalogue, attempt_id, 0, processes, now)
+        if role in (None, row["role"]) and rank in (None, row["rank"])
+    ]
+    gone = _nobody_left(deps.catalogue, target.attempt)
+    return {
+        **target.heading(),
+        "step": None,
+        "superseded_by": None,
+        "closed": False,
+        "wall": now,
+        "note": gone or _not_begun(deps.catalogue, target.attempt, now),
+        "collectives": _collectives(deps.catalogue, attempt_id, 0, role),
+        "findings": [],
+        **page.cut(rows),
+    }
+
+
+def stuck_target(
+    deps: Dependencies,
+    step: str,
+    run: str | None,
+    attempt: int | None,
+    attempt_key: str | None = None,
+) -> Target:
+    """Return the step of a path; `latest` is of the newest attempt, even before its first step."""
+    name = parse_step(step)
+    if name == "latest" and attempt_key is None:
+        newest = deps.finder.attempt(run, attempt)
+        if not deps.catalogue.steps(newest.attempt_id, limit=1):
+            return newest
+        run, attempt = newest.run, newest.number
+    return deps.finder.named(run, attempt, name, key=attempt_key)

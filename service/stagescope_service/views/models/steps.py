@@ -164,15 +164,19 @@ class StuckRow(Row):
     """Ray's id of its node; null: unknown."""
 
 
-class Stuck(StepHeading, Page[StuckRow]):
+class Stuck(AttemptHeading, Page[StuckRow]):
     """The ranks that hold up the others."""
 
+    step: Step | None
+    """The requested step; null: no rank of the newest attempt has begun one yet."""
+    superseded_by: int | None
+    """Number of the newest attempt that repeats this step; null: none does."""
     closed: bool
     """Whether the step is closed."""
     wall: Wall
     note: str | None
-    """Why no rank can be stuck: the step is closed, or no process is left. Or why no collective is
-    named. Null: nothing to say."""
+    """Why no rank can be stuck: the step is closed, no process is left, or no step has begun. Or
+    why no collective is named. Null: nothing to say."""
     collectives: list[BlockedCollective]
     """The collectives that cannot finish, the causes first; empty: none, or none was recorded."""
     findings: list[FindingRow]

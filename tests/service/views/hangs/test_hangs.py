@@ -78,6 +78,35 @@ def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]
     assert live.get("/steps/2/stuck")["note"] == "no process is left: it was interrupted"
 
 
+def test_lost_stages_are_named_only_where_one_was_open(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage("actor_update", 1)
+    live.engine.fall_silent(rank)
+    assert live.get("/steps/1/stuck")["note"] == (
+        "no process is left, so no rank is waited for. 1 of 1 rank stopped reporting "
+        "without a finish"
+    )
+
+
+def test_latest_is_the_newest_attempt_also_before_its_first_step(live: Service) -> None:
+    first = Rank(live, world_size=1)
+    first.stage("actor_update", 5)
+    first.say(FINISH, error_type="KeyboardInterrupt")
+    Rank(live, key="a2", world_size=2, start=2_000.0)
+    second = Rank(live, key="a2", rank=1, world_size=2, start=2_010.0)
+    live.now = second.clock + 40.0
+    answer = live.get("/steps/latest/stuck")
+    assert (answer["attempt"], answer["step"], answer["rows"]) == (2, None, [])
+    assert answer["note"] == (
+        "attempt 2 is live, and no rank has begun a step yet: 2 ranks connected, the last one "
+        "40 s ago. If this is long, see where they are with `stagescope stacks`"
+    )
+    assert live.get("/steps/latest/stuck", attempt=1)["step"] == 5
+    assert live.get("/steps/5/stuck")["attempt"] == 1
+    second.begin("actor_update", 6)
+    assert live.get("/steps/latest/stuck")["step"] == 6
+
+
 def ask(live: Service, answer: Callable[[str], object], **body: object) -> Any:
     """Request stacks, and let `answer` send some for the request while the call waits."""
     with ThreadPoolExecutor(1) as pool:
