@@ -46,7 +46,7 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
     "free on the disk, 'tokens': tokens in the stage, for the estimate}, or null",
     "force": "true: start although the estimate does not fit on the disk, or although the name of "
-    "the run or of a stage looks misspelt",
+    "the run or of a stage looks misspelt, or although its steps closed in an ended attempt",
     "strict": "whether a failure is raised in the training process",
     "timeout": "seconds that every requested rank has to acknowledge, 60 by default",
     "late": "what to do about ranks that do not: 'wait', 'go_on' without them, or 'give_up'",

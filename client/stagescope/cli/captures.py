@@ -102,8 +102,8 @@ class _StageNames(click.types.StringParamType):
     ),
     click.option("--again", type=click.IntRange(min=0),
                  help="How often to agree again after a rank missed a step."),
-    click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
-                 "or a stage seems to be misspelt."),
+    click.option("--force", is_flag=True, help="Start even if the estimated cost is too high, "
+                 "a stage seems to be misspelt, or the steps closed in an ended attempt."),
     _WAIT,
     _WAIT_SECONDS,
 )  # fmt: skip

@@ -124,7 +124,8 @@ class Plan:
             if all(known.request.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
                     f"capture {known.capture_id} already requests exactly this",
-                    advice="remove it first to request it again",
+                    advice="to request it again, remove it first: "
+                    f"`stagescope remove-capture {known.capture_id}`",
                 )
         pending = Agreement(
             revision=self.next_revision(), asked_wall=now, again_left=capture["again"]

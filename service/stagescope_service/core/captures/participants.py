@@ -66,6 +66,36 @@ def is_early(registry: Registry, request: CaptureSpec) -> bool:
     return attempt is None or attempt.over or attempt.top_step is None
 
 
+def check_to_come(registry: Registry, run: str | None, last: int) -> None:
+    """Refuse steps that closed before, while no attempt of their run is live.
+
+    Args:
+        registry: the attempts.
+        run: the requested run; None: any.
+        last: the last requested step.
+
+    Raises:
+        Conflict: it closed; the next attempt repeats it only from an earlier checkpoint.
+    """
+    newest = None if run is None else registry.newest(run)
+    if newest is None or not newest.over:
+        return
+    attempts = [each for each in registry.attempts.values() if each.run == run]
+    for attempt in sorted(attempts, key=lambda each: each.number, reverse=True):
+        closed = attempt.last_closed_step
+        if closed is None:
+            continue
+        if last <= closed:
+            raise Conflict(
+                f"step {last} has closed: attempt {attempt.number} closed step {closed}, and no "
+                "attempt is live",
+                expected="a later step, or 'next'",
+                advice="request the first steps of the next attempt with `--steps next:K`, or "
+                "this step with `--force` if the next attempt repeats it",
+            )
+        return
+
+
 def run_of(registry: Registry, capture: CaptureSpec) -> str | None:
     """Return the run of a request: the live one if it names none.
 

@@ -24,6 +24,7 @@ from stagescope_service.core.captures.agreement import (
 from stagescope_service.core.captures.participants import (
     attempt_of,
     check_stages,
+    check_to_come,
     is_early,
     names,
     notes,
@@ -73,8 +74,8 @@ class CaptureRequests:
         """Add a request that `validate_capture` returned; `check` continues with it.
 
         Raises:
-            Conflict: the same request is active, all its steps have begun, its steps count from
-                the present step and several runs are live, or a stage looks misspelt.
+            Conflict: the same request is active, all its steps have begun or closed, its steps
+                count from the present step and several runs are live, or a stage looks misspelt.
         """
         capture = {**capture, "run": run_of(self.state.registry, capture)}
         attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
@@ -87,6 +88,8 @@ class CaptureRequests:
                 f"step {max(steps)} has begun: the newest is {top}",
                 expected="a later step, or 'next'",
             )
+        if isinstance(steps, list) and not capture["again"] and not capture["force"]:
+            check_to_come(self.state.registry, capture["run"], max(steps))
         entry = self.plan.add(capture, by=by, now=wall, has_passed=self._has_passed)
         self._asked_mono[entry.capture_id] = mono
         return entry

@@ -447,6 +447,21 @@ def test_orders_that_cannot_be_meant() -> None:
         empty.requests.add(capture_spec(), by="me", mono=0.0, wall=0.0)
 
 
+def test_steps_that_closed_are_refused_also_while_no_attempt_is_live() -> None:
+    ranks = Ranks(1)
+    for _ in range(3):
+        ranks.begin(0)
+    ranks.bench.give(ranks.ranks[0].finish())
+    with pytest.raises(Conflict, match="step 2 has closed: attempt 1 closed step 3, and no"):
+        ranks.add(steps=[1, 2])
+    assert ranks.add(steps=[1, 2], force=True)  # the next attempt may repeat them
+    assert ranks.add(steps=[2, 4])
+    ranks.start()
+    ranks.bench.give(ranks.ranks[0].finish())  # it began no step
+    with pytest.raises(Conflict, match="attempt 1 closed step 3"):
+        ranks.add(steps=[3])
+
+
 def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> None:
     ranks = Ranks(0)
     for number, run in enumerate(("old", "jump", "new")):
