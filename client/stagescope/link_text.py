@@ -9,6 +9,8 @@ from stagescope_wire.links import STEP_NOUNS, Link
 
 RENAMED: Final = {"losses": "lost", "loss": "gradient"}
 """Noun of the API's paths -> the command's and the method's name, which was once the noun."""
+_COMMANDS: Final = {**RENAMED, "metric_names": "series"}
+"""Noun -> the command, where they differ."""
 
 
 def command(link: Link, commands: Container[str]) -> str:
@@ -24,7 +26,7 @@ def command(link: Link, commands: Container[str]) -> str:
     """
     if link.name is not None and link.noun in _OF_ONE:
         return f"`stagescope {_OF_ONE[link.noun]} {link.name}`"
-    name = RENAMED.get(link.noun, link.noun)
+    name = _COMMANDS.get(link.noun, link.noun)
     if name not in commands or (link.name is not None and link.run is None):
         return link.path
     if link.name is not None:
@@ -38,8 +40,8 @@ _OF_ONE: Final = {"captures": "progress", "findings": "finding"}
 """Noun -> the command, and the method of a session, for one of them by its id."""
 _OF_SESSION: Final = frozenset(
     {
-        "canary", "captures", "devices", "engines", "exact", "findings", "losses", "plan", "runs",
-        "stacks", "status", "steps", "triggers", "weights",
+        "canary", "captures", "devices", "engines", "exact", "findings", "losses", "metric_names",
+        "plan", "runs", "stacks", "status", "steps", "triggers", "weights",
     }
 )  # fmt: skip
 

@@ -72,6 +72,8 @@ class Link:
         arguments = self.arguments()
         if self.noun == "attempts":
             path = f"/runs/{quote(arguments.pop('run', ''), safe='')}/attempts"
+        elif self.noun == "metric_names":
+            path = f"/runs/{quote(arguments.pop('run', ''), safe='')}/metrics"
         elif self.noun == "divergence":
             path = "/operators/divergence"
         elif self.step is not None:

@@ -37,6 +37,10 @@ SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
             'session.attempts("a-1")',
         ),
         (
+            Link("metric_names", run="a"), "/runs/a/metrics", "stagescope series --run a",
+            'session.metric_names(run="a")',
+        ),
+        (
             Link("losses", run="a"), "/losses?run=a", "stagescope lost --run a",
             'session.lost(run="a")',
         ),

@@ -124,7 +124,7 @@ def info(deps: Dependencies, run: str | None, request: CurveRequest) -> Overview
     by_name |= {name: reader.scalar_panels(name) for name in names if name not in by_name}
     for name in names:
         if not any(panel.has_values or panel.not_finite for panel in by_name[name]):
-            check_known(target.shown_run, name, published, scalars)
+            check_known(target, name, published, scalars)
     panels = tuple(panel for name in names for panel in by_name[name])
     marks = [*reader.gaps(metrics), *reader.weight_syncs(), *reader.captures(), *reader.findings()]
     return OverviewInfo(

@@ -205,11 +205,13 @@ def _check_name(
             )
         if slices is not None:
             _check_rank(requested, slices.column("rank", name))
-    check_known(target.shown_run, name, metrics, scalars)
+    check_known(target, name, metrics, scalars)
     return "metric"
 
 
-def check_known(run: str, name: str, metrics: Collection[str], scalars: Collection[str]) -> None:
+def check_known(
+    target: Target, name: str, metrics: Collection[str], scalars: Collection[str]
+) -> None:
     """Check a name against the metrics and scalars of a run; any will do if it has none yet.
 
     Raises:
@@ -219,9 +221,9 @@ def check_known(run: str, name: str, metrics: Collection[str], scalars: Collecti
         return
     close = similar_names(name, [*metrics, *scalars])
     raise NotFound(
-        f"run {run} has no metric and no scalar {name!r:.100}",
+        f"run {target.shown_run} has no metric and no scalar {name!r:.100}",
         advice=f"did you mean {' or '.join(close)}?" if close else "",
-        see=(Link("metrics", "latest"), Link("scalars", "latest", shows="the names")),
+        see=(Link("metric_names", run=target.run, shows="the names"),),
     )
 
 

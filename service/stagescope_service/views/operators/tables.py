@@ -40,6 +40,10 @@ _TABLE_COLUMNS: Final = (
 )  # fmt: skip
 
 
+_STEPS_NAMED: Final = 16
+"""Most captured steps that an error lists."""
+
+
 class TableFilters(TypedDict, total=False):
     """Selects operator tables; None: no filter."""
 
@@ -219,13 +223,35 @@ def tables_of(
         table: OperatorTable = {**row, "part": str(Part.of_columns(row))}
         newest[table_key(table)] = table  # rows are in the order of announcement
     if not newest:
-        others = deps.catalogue.operator_steps(target.attempt_id)
+        others = _captured_steps(deps, target)
         raise NotFound(
             f"step {step} of run {target.run} has no operators",
-            expected=f"one of {', '.join(map(str, sorted(others)))}" if others else "",
+            expected=f"one of {', '.join(others)}" if others else "",
             advice="request a capture with `stagescope capture`; `stagescope dumps` lists dumps",
         )
     return matching(_sorted_tables(newest.values()), f"step {step}", **filters)
+
+
+def _captured_steps(deps: Dependencies, target: Target) -> list[str]:
+    """Return the newest steps of a run that have operators, those of its attempt first of all.
+
+    A step that a question without an attempt would not find is named with its attempt.
+    """
+    catalogue = deps.catalogue
+    attempts = catalogue.attempts(target.run)
+    attempts.sort(key=lambda each: each["attempt_id"] != target.attempt_id)  # then newest first
+    found: list[tuple[int, int]] = []
+    for attempt in attempts:
+        if len(found) >= _STEPS_NAMED:
+            break
+        steps = catalogue.operator_steps(attempt["attempt_id"], limit=_STEPS_NAMED - len(found))
+        found += [(step, attempt["number"]) for step in steps]
+    texts = []
+    for step, number in sorted(found):
+        answers = catalogue.attempt_of_step(target.run, step)
+        is_newest = answers is None or answers["number"] == number
+        texts.append(str(step) if is_newest else f"{step} (attempt {number})")
+    return texts
 
 
 def _sorted_tables(tables: Iterable[OperatorTable]) -> list[OperatorTable]:

@@ -28,7 +28,7 @@ from stagescope_service.statistics.step_summary import (
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
-from stagescope_service.store.queries.overview import StepOverview
+from stagescope_service.store.queries.overview import ListedAttempt, StepOverview
 from stagescope_service.store.tables import PayloadRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.completeness import ROWS_REMOVED, missing_payloads
@@ -283,14 +283,26 @@ class StepSummaries:
             f"in {stage}: {', '.join(sorted(each)[:_NAMES_LISTED]) or 'no tensor'}"
             for stage, each in sorted(recorded.items())
         )
-        advice = "; ".join(f"{name} seems to mean {meant}" for name, meant in misspellings.items())
+        hints = [f"{name} seems to mean {meant}" for name, meant in misspellings.items()]
+        attempt = self._catalogue.attempt(version.attempt_id)
+        newest = self._newest_measured(attempt)
+        if newest is not None and newest != version.step:
+            hints.append(f"`measured` names the newest step with numbers: {newest}")
+        yet = "" if attempt is None or attempt["ended_wall"] is not None else " (yet)"
         return NotMeasured(
-            f"step {version.step} has no numbers (yet): {reason}; "
+            f"step {version.step} has no numbers{yet}: {reason}; "
             + (f"it recorded {described}" if described else "it recorded no tensor"),
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice=advice,
+            advice="; ".join(hints),
             see=self._see(version),
         )
+
+    def _newest_measured(self, attempt: ListedAttempt | None) -> int | None:
+        """Return the newest step with numbers of an attempt's run, as `measured` names it."""
+        if attempt is None:
+            return None
+        rows = self._catalogue.steps(run=attempt["run"], superseded=False, measured=True, limit=1)
+        return rows[0]["step"] if rows else None
 
     def _see(self, version: StepVersion) -> list[Link]:
         links = (

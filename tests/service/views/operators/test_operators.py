@@ -387,3 +387,16 @@ def test_a_long_computation_starts_once_and_again_where_it_failed() -> None:
     _, second = computations.start_once(("a", "b"), question)
     assert second.result(30) == 2
     assert computations.start_once(("a", "b"), question)[1] is second
+
+
+def test_the_captured_steps_of_all_attempts_are_named(
+    live: Service, dumps: dict[str, Path]
+) -> None:
+    first = Rank(live, world_size=1)
+    for step in (5, 6):
+        dumped(live, first, dumps["plain"], step)
+    second = Rank(live, key="a2", world_size=1, start=2_000.0)
+    for step in (6, 7):
+        second.stage(STAGE, step)
+    problem = live.problem(404, "/steps/7/operators")
+    assert problem["expected"] == "one of 5, 6 (attempt 1)"
