@@ -580,7 +580,8 @@ def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
     assert live.get("/steps/2/stages")["gap"] == declared[2][2]
     assert live.get("/steps/3/rounds")["gap"] == declared[3][2]
     problem = live.problem(404, "/steps/2/metrics")
-    assert f"no numbers (yet): 2 payloads lost {why}" in str(problem)
+    assert f"no numbers: 2 payloads lost {why}" in str(problem)
+    assert problem["advice"].startswith("`measured` names the newest step with numbers: 3; see ")
     assert "/steps/2/stages?run=r&attempt=1 for who has arrived" in problem["advice"]
     reasons = live.get("/series", metric="rollout_corr/k3_kl")["reasons"]
     assert reasons == [None, f"2 payloads were lost: {why.strip('()')}", None]
