@@ -215,7 +215,8 @@ class Metrics(Mapping[str, float]):
         if bad:
             notes.append(f"not finite under the mask: {bad}")
         if self._about.get("superseded_by") is not None:
-            notes.append(f"superseded by attempt {render.format_value(self._about['superseded_by'])}")
+            by = render.format_value(self._about["superseded_by"])
+            notes.append(f"superseded by attempt {by}")
         if self._about.get("also_live"):
             live = ", ".join(str(item.get("run")) for item in self._about["also_live"])
             notes.append(f"also live: {live}")

@@ -190,7 +190,8 @@ def test_metrics_describe_their_provenance() -> None:
     assert "tokens: 9 of 9 that were read count" in repr(metrics)
     text, page = repr(metrics), metrics._repr_html_()
     phrases = (
-        "partial", "actor/1 s begun", "shift", "2 NaN in rollout", "superseded by attempt 2", "other"
+        "partial", "actor/1 s begun", "shift", "2 NaN in rollout", "superseded by attempt 2",
+        "other",
     )  # fmt: skip
     for phrase in phrases:
         assert phrase in text

@@ -33,7 +33,7 @@ from stagescope_service.store.connect import free_pages
 from stagescope_service.store.contract import Delete, Put, RemoveRun
 from stagescope_service.store.queries.removal import RunHoldings
 from stagescope_service.store.snapshot import USED_NUMBERS
-from stagescope_wire.errors import Conflict, NotFound
+from stagescope_wire.errors import Conflict, NotFound, Unreachable
 from stagescope_wire.links import Link
 from stagescope_wire.names import display_name
 from stagescope_wire.nonfinite import JsonObject
@@ -126,7 +126,8 @@ class RunChanges:
             if run not in self._state.deleting:  # else an earlier coordinator began
                 self._check_over(run)
             if dry_run:
-                return self._figures(run, await self._holdings(run))
+                holdings = await self._holdings(run)
+                return await self._counted(run, holdings, self._figures(run, holdings))
             self._check_over(run)  # it may have begun again meanwhile
             self._state.deleting.add(run)
             mark = Put("runs", {"run": run, "deleting_wall": self._wall()})
@@ -262,25 +263,51 @@ class RunChanges:
                 _, rows = self._requests.remove(entry.capture_id, by="service", wall=self._wall())
                 await self._plan_changes.change(rows)
 
+    async def _counted(self, run: str, holdings: RunHoldings, figures: Deleted) -> Deleted:
+        """Return figures with the files that the nodes have, in place of those of the catalogue.
+
+        The catalogue lacks bundles, copies of operator tables, and what captures wrote beside their
+        dumps. Its own count stays where a node does not answer.
+        """
+        files = self._files_of(run, holdings)
+        try:
+            await self._ingestors.learn_nodes(holdings.nodes)
+            nodes = [node for node in self._nodes_of(holdings) if self._reaches(node)]
+            counts = [await self._ingestors.count_run(node, files) for node in nodes]
+        except Unreachable:
+            return figures
+        figures["files"] = sum(each.files for each in counts)
+        figures["bytes"] = sum(each.bytes for each in counts)
+        return figures
+
+    def _files_of(self, run: str, holdings: RunHoldings) -> RunFiles:
+        copies = self._settings.data_path / "copies"
+        others = [str(copies / f"{each}.parquet") for each in holdings.checksums]
+        return RunFiles(
+            run, holdings.attempt_ids, holdings.keys, holdings.dumps, [*holdings.bundles, *others]
+        )
+
+    def _nodes_of(self, holdings: RunHoldings) -> Iterable[str]:
+        return dict.fromkeys([self._ingestors.home, *holdings.nodes])
+
+    def _reaches(self, node: str) -> bool:
+        """Return whether a node has its own ingestor: its files are not another one's."""
+        return self._ingestors.node_of(node) == node
+
     async def _delete_files(self, run: str, holdings: RunHoldings, figures: Deleted) -> None:
         """Delete the files on the home node, and on each other node that lives.
 
         Raises:
             Unreachable: the ingestor of a living node does not answer.
         """
-        copies = self._settings.data_path / "copies"
-        others = [str(copies / f"{each}.parquet") for each in holdings.checksums]
-        files = RunFiles(
-            run, holdings.attempt_ids, holdings.keys, holdings.dumps, [*holdings.bundles, *others]
-        )
-        home = self._ingestors.home
+        files = self._files_of(run, holdings)
         await self._ingestors.learn_nodes(holdings.nodes)
         figures["left"].clear()
         # A node that was started again has another id, and takes over what its disk holds.
         data = self._settings.data_path
         here = {node for node in holdings.nodes if ring_directory(data, node).is_dir()}
-        for node in dict.fromkeys([home, *holdings.nodes]):
-            if self._ingestors.node_of(node) != node:
+        for node in self._nodes_of(holdings):
+            if not self._reaches(node):
                 if node not in here:
                     figures["left"].append(f"node {node} is gone: files on its own disk stay there")
                 continue

@@ -46,7 +46,7 @@ Caller: TypeAlias = str | None
 _CALLS: Final = 20_000
 """Most pending calls of an ingestor: enough for a new coordinator beside all of a dead one's."""
 _WITHOUT_QUEUE: Final = frozenset(
-    {"read_watchdogs", "kept_files", "describe_kept", "discard", "remove_files"}
+    {"read_watchdogs", "kept_files", "describe_kept", "discard", "count_files", "remove_files"}
 )
 """Methods that run in parallel with the reading of payloads."""
 _NICE: Final = 10

@@ -25,7 +25,7 @@ from stagescope_service.ingest.kept_files import Keeper, KeptDescription
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
-from stagescope_service.ingest.run_files import RemovedFiles, RunFiles, remove_files
+from stagescope_service.ingest.run_files import RemovedFiles, RunFiles, count_files, remove_files
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import DEFAULT_RESERVE, Pinned, Ring, rings_left
@@ -158,6 +158,16 @@ class IngestorClient(abc.ABC):
         """Delete files; return those that do not exist any more."""
         return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
 
+    async def count_run(self, node_id: str, files: RunFiles) -> RemovedFiles:
+        """Return what `remove_run` would delete now.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
+        ring: list[int] = await self._call(node_id, "ring_sizes", files.attempt_ids)
+        found: RemovedFiles = await self._call(node_id, "count_files", files)
+        return RemovedFiles(found.files + len(ring), found.bytes + sum(ring), found.problems)
+
     async def remove_run(self, node_id: str, files: RunFiles) -> RemovedFiles:
         """Delete the files of a run on a node, its payloads in the ring too.
 
@@ -276,6 +286,10 @@ class IngestWorker:
         """Release the payloads of a step."""
         return bool(self._of_ring(Recomputer.unpin, attempt_id, step))
 
+    def ring_sizes(self, attempt_ids: Sequence[int]) -> list[int]:
+        """Return the sizes in bytes of the payloads of attempts in the ring."""
+        return self.reader.ring.sizes_of(attempt_ids)
+
     def leave_ring(self, attempt_ids: Sequence[int]) -> list[int]:
         """Remove the payloads of attempts from the ring; return their sizes in bytes.
 
@@ -335,6 +349,10 @@ class IngestWorker:
     def discard(self, paths: Sequence[str]) -> list[str]:
         """Delete kept files; return those that do not exist any more."""
         return kept_files.discard(self._data_dir, paths)
+
+    def count_files(self, files: RunFiles) -> RemovedFiles:
+        """Return the files that `remove_files` would delete."""
+        return count_files(self._data_dir, files)
 
     def remove_files(self, files: RunFiles) -> RemovedFiles:
         """Delete the files of a run, except those in the ring."""

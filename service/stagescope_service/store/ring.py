@@ -253,6 +253,12 @@ class Ring:
         """
         self._unpin(_step_name(attempt_id, step))
 
+    def sizes_of(self, attempt_ids: Collection[int]) -> list[int]:
+        """Return the sizes in bytes that `remove_attempts` would return."""
+        with self._lock:
+            entries = self._entries.items()
+            return [entry.bytes for key, entry in entries if key.attempt_id in attempt_ids]
+
     def remove_attempts(self, attempt_ids: Collection[int]) -> list[int]:
         """Remove every payload and pin of some attempts; return the sizes in bytes.
 

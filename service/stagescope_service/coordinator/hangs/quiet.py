@@ -72,7 +72,7 @@ def _finding(attempt: Attempt, found: Quiet, wall: float) -> Put:
             "behind": [[role, rank] for role, rank in found.behind],
         },
         advice="look at the stacks of the processes; a long evaluation or checkpoint is no fault",
-        see=(Link("stuck", shows="who is waited for"),),
+        see=(Link.to_step("stuck", None, shows="who is waited for"),),
     )
     return Put("findings", {**put.row, "over_wall": None})
 

@@ -19,8 +19,8 @@ from stagescope_service.http.parameters import (
     Role,
     Run,
     Stage,
-    StepText,
     StepTarget,
+    StepText,
 )
 from stagescope_service.http.problems import check_ready
 from stagescope_service.http.requests import Answer, PageOf, read_body
