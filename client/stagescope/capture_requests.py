@@ -124,7 +124,8 @@ UNKNOWN_SECONDS: Final = 60.0
 _READING_SECONDS: Final = 30.0
 """How long `wait_for` waits for the service to read the dumps of a capture that has ended."""
 _PLAN_ORDER: Final = (
-    "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
+    "capture_id", "state", "attempt", "start", "run", "steps", "stages", "ranks", "roles", "by",
+    "created",
 )  # fmt: skip
 
 _REQUESTED: Final = ("steps", "stages", "ranks", "roles")
@@ -155,7 +156,11 @@ class CaptureRequests(Connection):
         found = self.table("/captures", {"run": run}, title="captures", limit=limit)
         requested = [row.get("spec") or {} for row in found]
         rows = [
-            {**{name: spec[name] for name in _REQUESTED if name in spec}, **row}
+            {
+                **{name: spec[name] for name in _REQUESTED if name in spec},
+                "start": (spec.get("agreement") or {}).get("start"),
+                **row,
+            }
             for spec, row in zip(requested, found, strict=True)
         ]
         return Table.from_rows(rows, order=_PLAN_ORDER, title="captures", about=found.about)

@@ -31,7 +31,7 @@ from stagescope.saving import FileRequests, is_bundle, open_bundle
 from stagescope.sending import SendRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
-from stagescope.step_answers import Stacks, Steps, Weights
+from stagescope.step_answers import Stacks, Steps, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import given
 from stagescope_wire import discovery
@@ -344,6 +344,22 @@ class Session(
             self, run, [to] if isinstance(to, str) else to, prefix=prefix, from_step=from_step,
             anew=anew, page_url=page_url, every=every if follow else None, report=report,
         )  # fmt: skip
+
+    def stuck(
+        self, run: OptStr = None, attempt: OptInt = None, *, stage: OptStr = None,
+        role: OptStr = None, rank: OptInt = None, limit: int = LIMIT,
+    ) -> Stuck:  # fmt: skip
+        """Return the ranks that hold up the others now, in the newest attempt of a run.
+
+        If it has begun no step yet, `about["step"]` is None, and `about["note"]` says how long ago
+        its last rank connected.
+        """
+        params = {
+            "run": run, "attempt": attempt, "stage": stage, "role": role, "rank": rank,
+        }  # fmt: skip
+        return Stuck.from_table(
+            self.table("/steps/latest/stuck", params, noun="stuck", limit=limit)
+        )
 
     def stacks(
         self, run: OptStr = None, attempt: OptInt = None, *, role: OptStr = None,

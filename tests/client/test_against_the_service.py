@@ -143,6 +143,11 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
         session.remove_capture("other")
     [listed] = session.captures()
     assert (listed["steps"], listed["stages"], listed["ranks"]) == ([9], [STAGE], "all")
+    agreed = session.capture(run="r", steps=[9], stages="all", keep=["old_log_probs"])
+    newest = session.captures()[0]
+    assert (newest["capture_id"], newest["attempt"]) == (agreed["capture_id"], 2)
+    assert newest["start"] == agreed["agreement"]["start"]
+    session.remove_capture(agreed["capture_id"])
     with pytest.raises(InvalidPlan, match="requests nothing"):
         session.capture(steps=[9], stages="all", keep=[])
     with pytest.raises(Forbidden, match="allowed roots"):
@@ -278,3 +283,14 @@ def test_a_run_of_which_no_step_has_numbers_says_so(found: Service, session: Ses
     assert "no step of run bare, attempt 1, has numbers" in " ".join(said.stderr.split())
     with pytest.raises(NotFound, match="run 'none'"):
         session.step("measured", run="none")
+
+
+def test_stuck_answers_for_an_attempt_before_its_first_step(found: Service) -> None:
+    before = Rank(found, run="restarted", world_size=1)
+    before.stage(STAGE, 5)
+    before.say("finish")
+    Rank(found, run="restarted", key="a2", world_size=1, start=2_000.0)
+    answer = ask("stuck", "--run", "restarted")
+    assert answer.stdout.startswith("stuck, run restarted, attempt 2\n")
+    assert "attempt 2 is live, and no rank has begun a step yet" in answer.stdout
+    assert "step 5" in ask("stuck", "5", "--run", "restarted").stdout

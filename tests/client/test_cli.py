@@ -75,6 +75,8 @@ def test_an_empty_name_of_a_run_is_refused(service: Answering, words: str) -> No
         (["doctor", "--step", "-1"], 2, "x>=0"), (["series", "loss", "--from", "-1"], 2, "x>=0"),
         (["runs", "-1"], 2, "No such option"), (["nothing"], 2, "No such command"),
         (["capture"], 2, "`stagescope stages` lists"),
+        (["capture", "--steps", "foo", "--stages", "all"], 2, "'next:K' or 'every:N[,K]'"),
+        (["--url", "http://x", "runs"], 2, "--url stands after the command: stagescope COMMAND"),
         (["serv"], 2, "'serve'"), (["compar"], 2, "'compare'"),
         (["steps", "--attempt", "0"], 2, "--attempt"),
         (["steps", "--token", "secret"], 2, "No such option"),

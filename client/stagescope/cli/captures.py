@@ -28,6 +28,7 @@ from stagescope.session import Session
 from stagescope.table import Table
 from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire.captures import LATE, read_ranks, read_steps
+from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable
 
@@ -225,7 +226,12 @@ def _steps(text: str) -> Json:
     kind, colon, rest = text.partition(":")
     numbers = rest.split(",")
     if not colon or kind not in ("next", "every"):
-        return read_steps(text)
+        try:
+            return read_steps(text)
+        except InvalidInput:
+            expected = "numbers such as 5,8-10, 'all', 'next', 'next:K' or 'every:N[,K]'"
+            problem = f"{text!r:.100} is not of its forms: {expected}"
+            raise click.BadParameter(problem, param_hint="--steps") from None
     if not all(number.isdecimal() for number in numbers) or len(numbers) > 1 + (kind == "every"):
         raise click.BadParameter(f"{text!r} is not 'next:K' or 'every:N[,K]'", param_hint="--steps")
     if kind == "next":

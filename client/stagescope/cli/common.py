@@ -61,6 +61,15 @@ EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
 """Extra -> a module that shows that the extra is installed, and what the extra is for."""
 
 
+_AFTER_COMMAND: Final = frozenset(
+    {
+        "--attempt", "--columns", "--json", "--limit", "--run", "--timeout", "--token-file",
+        "--url", "--wide",
+    }
+)  # fmt: skip
+"""Options that most commands have."""
+
+
 class CommandGroup(click.Group):
     """This package's commands and those of other packages; errors print as text, not tracebacks."""
 
@@ -90,6 +99,16 @@ class CommandGroup(click.Group):
             return _stub(cmd_name, terminal.needs_extra(error, "service"))
         assert isinstance(command, click.Command)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options before the command; one of the commands' names its place."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name in _AFTER_COMMAND:
+                text = f"{error.option_name} stands after the command: stagescope COMMAND "
+                raise click.UsageError(f"{text}{error.option_name} ...", ctx) from None
+            raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -187,6 +206,7 @@ def main(debug: bool) -> None:
 
     The service is found by --url, then STAGESCOPE_URL, then the file that `serve` wrote
     (~/.stagescope/service.json); the token by --token-file, then STAGESCOPE_TOKEN, then that file.
+    Options stand after the command: `stagescope runs --url http://head:8700`.
     """
 
 

@@ -157,9 +157,6 @@ step_command(
     Step.scalars, "The scalars that ranks logged in a step.", STEP, STAGE, ROLE, RANK, LIMIT
 )
 step_command(
-    Step.stuck, "Which ranks hold up the others, and since when.", STEP, STAGE, ROLE, RANK, LIMIT
-)
-step_command(
     Step.kept, "The files that are kept of a step: contents, size, state and path.",
     STEP, STAGE, ROLE, RANK,
     _choice("--section", "|".join(SECTIONS), "Only files with this section."), LIMIT,
@@ -371,6 +368,16 @@ def divergence(
 def tensors(session: Session, a: _Side, b: _Side, run: str | None, **options: OptionValue) -> Table:
     """How the full tensors of two dumps differ, compared by msprobe (task tensor)."""
     return session.tensors(_of_run(a, run), b, **options)
+
+
+@question(STEP, STAGE, ROLE, RANK, LIMIT)
+def stuck(
+    session: Session, step: StepName, run: str | None, attempt: int | None, **ranks: OptionValue
+) -> Table:
+    """Which ranks hold up the others, and since when."""
+    if step == "latest":  # of the newest attempt, even before its first step
+        return session.stuck(run, attempt, **ranks)
+    return session.step(step, run=run, attempt=attempt).stuck(**ranks)
 
 
 @question(

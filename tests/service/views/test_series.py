@@ -132,6 +132,7 @@ def test_a_name_that_is_not_there(real: Service, session: stagescope.Session) ->
     for wrong, meant in (("k3_kl", K3), ("los", "loss"), ("rollout_corr/k3kl", K3)):
         problem = real.problem(404, "/series", metric=wrong)
         assert f"did you mean {meant}" in problem["advice"]
+        assert problem["advice"].endswith("see /runs/r/metrics for the names")
     with pytest.raises(NotFound, match="whole step"):
         session.series("rollout_corr/training_ppl", by="rank")
     with pytest.raises(InvalidInput, match="scalar"):

@@ -22,11 +22,21 @@ def captures(deps: Dependencies, page: Page, run: str | None = None) -> JsonObje
     every = deps.catalogue.captures(run=name)
     if run is not None and not every:  # a capture may wait for a run that has not reported yet
         every = deps.catalogue.captures(run=deps.finder.run(run))
+    listed = every[page.offset : page.offset + page.limit]
+    numbers = {
+        attempt["attempt_id"]: attempt["number"]
+        for each in {row["run"] for row in listed if row["run"] is not None}
+        for attempt in deps.catalogue.attempts(each)
+    }
     rows = [
-        {**row, "state": progress(deps.catalogue, row).state}
-        if row["state"] in (AGREED, DONE)
-        else row
-        for row in every[page.offset : page.offset + page.limit]
+        {
+            **row,
+            "state": progress(deps.catalogue, row).state
+            if row["state"] in (AGREED, DONE)
+            else row["state"],
+            "attempt": numbers.get((row["spec"].get("agreement") or {}).get("attempt_id")),
+        }
+        for row in listed
     ]
     return page.answer(rows, more=len(every) > page.offset + page.limit)
 

@@ -85,6 +85,8 @@ class NewCapture(RequestedCapture):
 class CaptureRow(CaptureColumns):
     """A capture as the catalogue holds it."""
 
+    attempt: Attempt | None
+    """Number of the attempt whose ranks agreed on it; null: not agreed on yet, or no run."""
     spec: RequestedCapture
     """The request, and the agreement on it."""
 
