@@ -23,7 +23,7 @@ def captures(deps: Dependencies, page: Page, run: str | None = None) -> JsonObje
     if run is not None and not every:  # a capture may wait for a run that has not reported yet
         every = deps.catalogue.captures(run=deps.finder.run(run))
     listed = every[page.offset : page.offset + page.limit]
-    numbers = {
+    numbers: dict[int | None, int] = {
         attempt["attempt_id"]: attempt["number"]
         for each in {row["run"] for row in listed if row["run"] is not None}
         for attempt in deps.catalogue.attempts(each)
