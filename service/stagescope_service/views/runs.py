@@ -180,7 +180,8 @@ def attempts(deps: Dependencies, page: Page, run: str) -> JsonObject:
     """List a run's attempts, newest first: fingerprint, resumed step, repeated steps."""
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
-    repeated = superseded_steps(rows)
+    discarded = deps.catalogue.superseded_steps(target.run)
+    repeated = superseded_steps(rows, {each["attempt"]: each["last"] for each in discarded})
     listed = [attempt_row(row, repeated[row["number"]]) for row in rows]
     note = unreported_steps(deps.catalogue, rows)
     return {**target.run_heading(), "note": note, **page.cut(listed)}

@@ -271,6 +271,21 @@ class TestAttempts:
         assert second["superseded"] == []
         assert second["state"] == "live"
 
+    def test_only_steps_that_an_attempt_did_are_repeated_by_what_did_steps(
+        self, live: Service
+    ) -> None:
+        train(live, range(1, 9), key="first")
+        Rank(live, key="second", start=2_000.0, resumed_from_step=7)  # it died in its setup
+        starts = ((7, (8, 11)), (7, (8, 11)), (10, (11, 14)), (20, (21, 23)))
+        for at, (resumed_from, steps) in enumerate(starts):
+            key, start = f"later {at}", 3_000.0 + 1_000.0 * at
+            train(live, range(*steps), key=key, start=start, resumed_from_step=resumed_from)
+        rows = live.get("/runs/r/attempts")["rows"]
+        assert {row["attempt"]: row["superseded"] for row in rows} == {
+            1: [{"from_step": 8, "by": 4}], 2: [], 3: [{"from_step": 8, "by": 4}],
+            4: [], 5: [], 6: [],
+        }  # fmt: skip
+
     def test_of_an_unknown_run(self, live: Service) -> None:
         train(live, range(1, 2), run="qwen3-8b")
         problem = live.problem(404, "/runs/qwen3-8/attempts")

@@ -118,7 +118,8 @@ def attempts(deps: Deps, page: PageOf, run: RunPath) -> Answer:
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
     `superseded` names the steps of an attempt that later attempts repeat: from `from_step` on, by
-    attempt `by`. `note` names the steps before an attempt that no attempt reported.
+    attempt `by`. Where several repeat a step, the newest counts. `note` names the steps before an
+    attempt that no attempt reported.
     """
     return Answer(view.attempts(deps, page, run))
 

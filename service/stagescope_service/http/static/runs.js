@@ -138,11 +138,11 @@ function attemptsTable(name, rows, user) {
     ["steps", (row) => row.first_step === null ? gap("none")
       : `${row.first_step} to ${row.last_closed_step ?? "–"}`],
     ["resumed from", (row) => row.resumed_from_step === null ? "the start" : `step ${row.resumed_from_step}`],
-    ["repeated since", (row) => row.superseded.map((each) =>
-      `from step ${each.from_step} by attempt ${each.by}`).join("; ") || "nothing"],
+    ["repeated", (row) => row.superseded.map((each) =>
+      `from step ${each.from_step} by attempt ${each.by}`).join("; ") || "nothing", WIDE],
     ["begun", "begun", WHEN],
     ["ended", (row) => row.ended === null ? "no" : [when(row.ended),
-      row.end_reason && `: ${row.end_reason}`]],
+      row.end_reason && `: ${row.end_reason}`], WIDE],
     ["processes", "processes", COUNT],
     ["", (row) => h("a", { href: address(["runs", name, "doctor"], { attempt: row.attempt }) }, "ask the doctor")],
     ["", (row) => before.get(row.attempt) === undefined ? "" : h("a", {

@@ -52,21 +52,45 @@ def attempt_row(row: DescribedAttempt, superseded: list[Superseded]) -> models.A
     )  # fmt: skip
 
 
-def superseded_steps(attempts: Sequence[ListedAttempt]) -> dict[int, list[Superseded]]:
-    """Return the steps that later attempts repeat, by the number of the attempt."""
+def superseded_steps(
+    attempts: Sequence[ListedAttempt], last_steps: Mapping[int, int]
+) -> dict[int, list[Superseded]]:
+    """Return the steps that later attempts repeat, by the number of the attempt.
+
+    An attempt that began no step repeats none. Where several repeat a step, the newest counts.
+
+    Args:
+        attempts: of one run.
+        last_steps: number of an attempt -> the last step that it began and another discards.
+    """
     resumed = sorted(
-        (row["number"], row["resumed_from_step"])
-        for row in attempts
-        if row["resumed_from_step"] is not None
+        (
+            (row["number"], row["resumed_from_step"])
+            for row in attempts
+            if row["resumed_from_step"] is not None and row["first_step"] is not None
+        ),
+        reverse=True,
     )
     return {
-        row["number"]: [
-            {"from_step": from_step + 1, "by": later}
-            for later, from_step in resumed
-            if later > row["number"]
-        ]
-        for row in attempts
+        row["number"]: _repeats(row, last_steps.get(row["number"]), resumed) for row in attempts
     }
+
+
+def _repeats(
+    row: ListedAttempt, last: int | None, resumed: Sequence[tuple[int, int]]
+) -> list[Superseded]:
+    """Return what repeats the steps of one attempt; `resumed` begins with the newest attempt."""
+    if row["first_step"] is None or last is None:
+        return []
+    found: list[Superseded] = []
+    for number, step in resumed:
+        if number <= row["number"]:
+            break
+        first = max(step + 1, row["first_step"])
+        if first <= last:
+            found.append({"from_step": first, "by": number})
+            last = first - 1  # from here on a newer attempt counts
+    return found[::-1]
 
 
 def step_row(
