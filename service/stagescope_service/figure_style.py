@@ -212,7 +212,7 @@ def ticks_of_powers(
     low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
     every = -(-(high - low + 1) // most)
     ticks = {10.0**power: _power_text(power) for power in range(high, low - 1, -every)}
-    zero = 10.0 ** (low - 1)
+    zero = 10.0 ** (low - (every + 1) // 2)  # half as far as two ticks: their labels need the room
     return zero, {zero: "0", **ticks}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -38,6 +39,12 @@ from stagescope_wire.render import counted
 _TEXTS: Final = ("name", "direction", "dtype", "non_finite")
 _RESULTS: Final = ("output", "grad")
 FORWARD: Final = "forward"
+_HEIGHT: Final = 420
+_INNER_PIXELS: Final = 280
+"""The least height between the axes, of a narrow page."""
+_LINE_PIXELS: Final = 15
+_MAX_POWER: Final = 307.0
+"""The highest power of ten that an axis can have."""
 
 
 class OperatorPoint(NamedTuple):
@@ -192,7 +199,9 @@ def figure(found: OperatorsInfo) -> go.Figure:
     drawn = go.Figure()
     magnitudes = [point.largest for point in found.points if point.largest]
     zero, ticks = style.ticks_of_powers(magnitudes)
-    top = max(ticks) * 10
+    step = _tick_step(ticks)
+    highest = math.log10(max(ticks))
+    top = min(highest + step, _MAX_POWER)
     directions = list(dict.fromkeys(point.direction for point in found.points))
     for at, direction in enumerate(directions):
         own = [p for p in found.points if p.direction == direction and p.largest is not None]
@@ -208,34 +217,76 @@ def figure(found: OperatorsInfo) -> go.Figure:
     bad = [point for point in found.points if point.non_finite is not None]
     if bad:
         drawn.add_scatter(
-            x=[point.order for point in bad], y=[top] * len(bad), mode="markers",
+            x=[point.order for point in bad], y=[10.0**top] * len(bad), mode="markers",
             name=style.NOT_FINITE, hoverinfo="text", hovertext=[_hover(point) for point in bad],
             marker={"symbol": "x", "size": 8, "color": style.VERMILLION},
         )  # fmt: skip
+    bounds = [math.log10(zero) - 0.5 * step, top + 0.5 * step if bad else highest + 0.4 * step]
     if found.first is not None:
-        _mark(drawn, found.first.order, f"first not finite{'' if found.certain else ' (a mask?)'}: "
-              f"{found.first.name}", found.points[-1].order)  # fmt: skip
+        certainty = "" if found.certain else " (a mask?)"
+        text = f"first not finite{certainty}: {found.first.name}"
+        bounds[0] = _mark(drawn, found.first.order, text, found.points, bounds)
+    if bad:  # the label of a tick that is too near would be below it
+        ticks = {value: t for value, t in ticks.items() if top - math.log10(value) > 0.5 * step}
+        ticks[10.0**top] = style.NOT_FINITE
     drawn.update_xaxes(title={"text": x}, tickformat="d")
     drawn.update_yaxes(
-        title={"text": y}, type="log", tickvals=[*ticks, top] if bad else list(ticks),
-        ticktext=[*ticks.values(), style.NOT_FINITE] if bad else list(ticks.values()),
-        range=[np.log10(zero) - 0.5, np.log10(top) + (0.6 if bad else -0.6)],
+        title={"text": y}, type="log", tickvals=list(ticks), ticktext=list(ticks.values()),
+        range=bounds,
     )  # fmt: skip
-    return style.finished(drawn, title, 420)
+    return style.finished(drawn, title, _HEIGHT)
 
 
-def _mark(drawn: go.Figure, order: int, text: str, last: int) -> None:
-    """Draw a line at a call, with its name beside it inside the figure."""
+def _tick_step(ticks: Mapping[float, str]) -> float:
+    """Return how many powers of ten lie between the two highest ticks."""
+    highest, next_one = sorted(map(math.log10, ticks), reverse=True)[:2]
+    return max(highest - next_one, 1.0)
+
+
+def _mark(
+    drawn: go.Figure,
+    order: int,
+    text: str,
+    points: Sequence[OperatorPoint | DifferencePoint],
+    bounds: Sequence[float],
+) -> float:
+    """Draw a line at a call, and its name in a band below all points.
+
+    Args:
+        drawn: the figure.
+        order: of the call.
+        text: the name.
+        points: of the figure, in execution order.
+        bounds: of the axis of powers of ten, without the band.
+
+    Returns:
+        the lower bound of the axis with the band.
+    """
+    lines = _lines(text, 34)
+    band = (len(lines) * _LINE_PIXELS + 12) / _INNER_PIXELS
     drawn.add_shape(
-        type="line", x0=order, x1=order, y0=0, y1=1, yref="paper",
+        type="line", x0=order, x1=order, y0=band, y1=1, yref="paper",
         line={"color": style.VERMILLION, "width": 1.5, "dash": "dash"},
     )  # fmt: skip
-    is_left = order > last / 2
+    first, last = points[0].order, points[-1].order
+    share = (order - first) / max(last - first, 1)
     drawn.add_annotation(
-        x=order, y=0.14, yref="paper", text=style.wrapped(text, 34), showarrow=False, align="left",
-        xanchor="right" if is_left else "left", yanchor="bottom", font={"size": 11},
-        bgcolor="rgba(128,128,128,0.2)", xshift=-4 if is_left else 4,
+        x=order, y=band, yref="paper", text="<br>".join(map(html.escape, lines)),
+        showarrow=False, align="left", yanchor="top", font={"size": 11},
+        xanchor="left" if share < 1 / 3 else "right" if share > 2 / 3 else "center",
+        bgcolor="rgba(128,128,128,0.2)",
     )  # fmt: skip
+    return bounds[0] - (bounds[1] - bounds[0]) * band / (1.0 - band)
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """Return the lines of a text; names are broken after their dots."""
+    lines = [""]
+    for part in re.split(r"(?<=[. ])", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def _hover(point: OperatorPoint) -> str:
@@ -367,12 +418,13 @@ def divergence_figure(found: DivergenceInfo) -> go.Figure:
         y=[point.threshold or None for point in found.points], mode="lines", name="threshold",
         line={"color": style.GREY, "width": 1.2, "shape": "hv", "dash": "dot"}, hoverinfo="skip",
     )  # fmt: skip
+    bounds = [math.log10(zero) - 0.5, math.log10(max(ticks)) + 0.4]
     if found.first is not None:
-        _mark(drawn, found.first.order, f"first that differs: {found.first.name} "
-              f"{found.first.section}", found.points[-1].order)  # fmt: skip
+        text = f"first that differs: {found.first.name} {found.first.section}"
+        bounds[0] = _mark(drawn, found.first.order, text, found.points, bounds)
     drawn.update_xaxes(title={"text": x}, tickformat="d")
     drawn.update_yaxes(
         title={"text": y}, type="log", tickvals=list(ticks), ticktext=list(ticks.values()),
-        range=[np.log10(zero) - 0.5, np.log10(max(ticks)) + 0.4],
+        range=bounds,
     )  # fmt: skip
-    return style.finished(drawn, title, 420)
+    return style.finished(drawn, title, _HEIGHT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -89,6 +90,27 @@ def test_the_figure_marks_the_first(dumps_service: Service) -> None:
     bad = next(trace for trace in traces(drawn) if trace.name == "not finite")
     assert len(bad.x) == found.non_finite > 3
     assert "not finite" in layout_of(drawn).yaxis.ticktext
+
+
+def test_no_label_lies_over_another_or_over_a_point() -> None:
+    """The magnitudes span 42 powers of ten; the name is longer than a narrow page is wide."""
+    name = "Module.model.layers.1.self_attention.output_projection.down_proj.Linear.forward.0"
+    values = [1e-4, 0.0, 1.0, 1e19, 1e38, None]
+    points = tuple(
+        operators.OperatorPoint(at, name, "forward", None, value, None if value else "nan")
+        for at, value in enumerate(values)
+    )
+    table = operators.OperatorsInfo(
+        "r", 1, 5, None, points, len(points), 2, points[-1], True, None, None
+    )
+    layout = layout_of(operators.figure(table))
+    low, high = layout.yaxis.range
+    heights = [(math.log10(value) - low) / (high - low) for value in layout.yaxis.tickvals]
+    assert layout.yaxis.ticktext[-1] == "not finite"
+    assert min(b - a for a, b in itertools.pairwise(sorted(heights))) > 0.05  # 14 of 280 pixels
+    (box,) = layout.annotations
+    assert box.y < min(heights)  # below the lowest point
+    assert max(map(len, box.text.split("<br>"))) <= 34
 
 
 def test_the_difference_along_the_order_is_that_of_the_comparison(dumps_service: Service) -> None:
