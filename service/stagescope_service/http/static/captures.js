@@ -3,10 +3,10 @@
 import { address, nameOf, ofRun } from "./address.js";
 import { once } from "./blocks.js";
 import { badge, facts, form, gap, h, holding, made, options, patch, quantity, when } from "./dom.js";
-import { bytes, count, partOf, plural, ranges, seconds } from "./format.js";
+import { byRole, bytes, count, partOf, plural, ranges, seconds } from "./format.js";
 import { toCapture } from "./links.js";
 import { get, part, send, url } from "./service.js";
-import { BADGE, HEAD, RIGHT, SIZE, WHEN, WIDE, table } from "./table.js";
+import { BADGE, COUNT, HEAD, RIGHT, SIZE, WHEN, WIDE, table } from "./table.js";
 
 const TASKS = ["statistics", "tensor", "structure", "nan_check"];
 const LEVELS = ["L0", "L1", "mix"];
@@ -27,9 +27,11 @@ export function list(view, { run }, user) {
       ["stages", (row) => joined(row.spec.stages)],
       ["ranks", (row) => wanted(row.spec.ranks)],
       ["steps", (row) => wanted(row.spec.steps)],
+      ["attempt", "attempt", COUNT],
+      ["begins at", (row) => begins({ order: row.spec, agreement: row.spec.agreement, state: row.state })],
       ["task", (row) => row.spec.config?.task ?? (row.spec.keep.length ? "tensors" : "")],
       ["requested by", "by"], ["when", "created_wall", WHEN],
-      ["removed", (row) => (row.removed_wall === null ? "no" : when(row.removed_wall))],
+      ["over since", (row) => (row.removed_wall === null ? "" : when(row.removed_wall))],
     ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
   });
 }
@@ -53,10 +55,10 @@ const remarks = new Map(); // capture -> what the service noted when this page r
 const OVER = new Set(["complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"]);
 
 /** The step from which on the ranks collect; of an order for steps by number none is agreed on. */
-function begins({ order, agreement }) {
+function begins({ order, agreement, state }) {
   if (agreement.start !== null) return `step ${agreement.start}`;
   if (Array.isArray(order.steps)) return `step ${Math.min(...order.steps)}`;
-  return gap("not agreed on yet");
+  return gap(OVER.has(state) ? "no step was agreed on" : "not agreed on yet");
 }
 
 /** The progress of a capture. */
@@ -79,7 +81,8 @@ export function one(view, { run, capture: id }, user) {
         ["task", found.order.config?.task], ["level", found.order.config?.level],
         ["keeps", [...found.order.keep, ...found.order.parameters, ...found.order.gradients].join(", ")],
         ["requested by", found.order.by], ["when", when(found.created_wall)],
-        ["removed", found.removed_wall === null ? null : [when(found.removed_wall), ` by ${found.removed_by}`]],
+        ["over since", found.removed_wall !== null && [when(found.removed_wall),
+          found.state === "withdrawn" && `: withdrawn by ${found.removed_by}`]],
         ["late ranks", LATE[found.order.late]],
       ]),
       found.removed_wall === null && !OVER.has(found.state) && user?.grade === "operate" && form({}, async () => {
@@ -166,11 +169,6 @@ function arrived(run, { steps, dumps, agreement, order }) {
 /** The address of the operators of a dump. */
 const operatorsOf = (run, { step, attempt, role, rank, stage }) =>
   address(["runs", run, "steps", step, "operators"], { attempt, role, rank, stage });
-
-function byRole(ranks) {
-  return Object.entries(Object.groupBy(ranks, ({ role }) => role)).map(([role, own]) =>
-    `${role} ${ranges(own.map(({ rank }) => rank))}`).join("; ");
-}
 
 const estimates = (rows) => rows.length > 0 && h("details", {},
   h("summary", {}, "What the ranks expect it to cost"),

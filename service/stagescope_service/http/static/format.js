@@ -95,6 +95,10 @@ export function ranges(numbers, most = 8) {
   return texts.join(", ") + (left ? ` and ${left} more` : "");
 }
 
+/** Ranks by their roles: "actor 0-1; critic 3". */
+export const byRole = (ranks) => [...Map.groupBy(ranks, ({ role }) => role)]
+  .map(([role, own]) => `${role} ${ranges(own.map(({ rank }) => rank))}`).join("; ");
+
 const PARTS = ["occurrence", "epoch", "mini-batch", "micro-batch"];
 
 /** (row) -> its `part`, "0.1.3.0", as "epoch 1, mini-batch 3": what is alike in all rows is left out. */

@@ -2,7 +2,7 @@
 
 import { choose, ofRank, ofSample, ofStep } from "./address.js";
 import { badge, button, gap, h, quantity } from "./dom.js";
-import { count, isFinite, number, plural, seconds } from "./format.js";
+import { byRole, count, isFinite, number, plural, seconds } from "./format.js";
 import { toRank } from "./links.js";
 import { missingText } from "./runs.js";
 import { COUNT, HEAD, NAT, PLAIN, RIGHT, WIDE, table } from "./table.js";
@@ -141,7 +141,7 @@ export function scalarsTable({ rows, next }) {
       ["lowest", ([, found]) => quantity(finite(found).length ? Math.min(...finite(found)) : null), RIGHT],
       ["highest", ([, found]) => quantity(finite(found).length ? Math.max(...finite(found)) : null), RIGHT],
       ["not finite", ([, found]) => odd(found).length
-        ? h("span.bad", {}, odd(found).slice(0, 5).map((row) => `${row.role} ${row.rank}`).join(", ")) : ""],
+        ? h("span.bad", {}, byRole(odd(found))) : ""],
     ], [...groups], { key: ([key]) => key, empty: "No rank logged a number." }),
   ];
 }

@@ -85,6 +85,8 @@ def test_a_capture_that_was_carried_out_stays_complete_in_the_next_attempt(live:
     for number in range(1, step + 3):
         resumed.stage(STAGE, number)
         assert come_to(live, order["capture_id"]) == done, number
+    (listed,) = live.get("/captures", run="r")["rows"]
+    assert (listed["attempt"], listed["spec"]["agreement"]["start"]) == (1, step)
 
 
 def test_a_stage_that_nobody_did_and_a_withdrawn_request_are_not_waited_for(live: Service) -> None:
