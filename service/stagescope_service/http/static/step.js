@@ -2,7 +2,7 @@
 
 import { address, AGAIN, nameOf, ofRun, ofStep, parse } from "./address.js";
 import { isAction, isOver } from "./blocks.js";
-import { badge, form, h, made, picker } from "./dom.js";
+import { badge, form, h, listed, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
 import { partOf } from "./format.js";
@@ -15,6 +15,7 @@ import { everyNumber, measured, orNothing, scope, tiles, verdict } from "./step_
 import { ranksTable, roundsTable, scalarsTable, stagesTable, tokensTable } from "./step_tables.js";
 import { HEAD, SIZE, WIDE, table } from "./table.js";
 
+const FEW = 3; // earlier attempts that are named
 const ANATOMY = {
   place: "place in the round", end: "distance to the round's end", position: "absolute position",
   probability: "probability", lattice: "lattice of d", staleness: "staleness",
@@ -154,14 +155,16 @@ function partLinks({ run, step: at, attempt, part: shown = "summary" }) {
   return h("nav.parts", { "aria-label": "Parts of the step" }, links);
 }
 
-function neighbourLinks({ run, step: own, attempt, isLatest }, { earlier, later }) {
+function neighbourLinks({ run, step: own, attempt, isLatest }, { earlier, later, repeats }) {
   const link = (found, rel, text) => h("a", { rel,
     href: ofStep(run, found.step, String(found.attempt) === attempt ? attempt : null) }, text);
   return h("p.row", {},
     earlier ? link(earlier, "prev", `← step ${earlier.step}`) : h("span.quiet", {}, "no earlier step"),
     later ? link(later, "next", `step ${later.step} →`) : h("span.quiet", {}, "no later step"),
     isLatest ? h("a", { href: ofStep(run, own, attempt) }, `stay at step ${own}`)
-      : h("a", { href: ofStep(run, "latest") }, "follow the newest step"));
+      : h("a", { href: ofStep(run, "latest") }, "follow the newest step"),
+    repeats.length > 0 && h("span", {}, "it repeats that of attempt ",
+      listed(repeats.slice(0, FEW).map((each) => h("a", { href: ofStep(run, own, each) }, each)))));
 }
 
 function kept(view, { run, step: at, attempt }, path, concerns, user) {

@@ -240,6 +240,8 @@ class OneStep(StepHeading):
     """The step before it that was reported, with or without numbers; null: there is none."""
     later: Neighbour | None
     """The step after it that was reported, with or without numbers; null: there is none."""
+    repeats: list[int]
+    """Numbers of the earlier attempts that have this step, the newest first."""
     numbers: Metrics | None
     """The answer of `/steps/{step}/metrics`; null: it has no numbers (yet)."""
     unmeasured: Unmeasured | None

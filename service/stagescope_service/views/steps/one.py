@@ -35,9 +35,17 @@ def one(
         **target.heading(),
         "earlier": _neighbour(deps, target, is_own=is_own, before=target.step_number),
         "later": _neighbour(deps, target, is_own=is_own, after=target.step_number),
+        "repeats": _repeats(deps, target),
         "numbers": numbers,
         "unmeasured": unmeasured,
     }
+
+
+def _repeats(deps: Dependencies, target: Target) -> list[int]:
+    """Return the numbers of the earlier attempts that have the step, the newest first."""
+    step = target.step_number
+    rows = deps.catalogue.steps(run=target.run, before=step + 1, after=step - 1, superseded=True)
+    return sorted((row["attempt"] for row in rows if row["attempt"] < target.number), reverse=True)
 
 
 def _neighbour(

@@ -537,6 +537,8 @@ def test_the_neighbours_of_a_step_are_current_or_of_the_requested_attempt(live: 
         return [each and (each["step"], each["attempt"])
                 for each in (found["earlier"], found["later"])]  # fmt: skip
 
+    assert live.get("/steps/3")["repeats"] == [1]
+    assert [live.get("/steps/3", attempt=1)["repeats"], live.get("/steps/5")["repeats"]] == [[], []]
     assert beside(2) == [(1, 1), (3, 2)]
     assert beside(3) == [(2, 1), (4, 2)]
     assert beside(3, attempt=1) == [(2, 1), (4, 1)]
