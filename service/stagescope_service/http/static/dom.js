@@ -2,7 +2,8 @@
 // one file is beside this one.
 
 import { Component, h as vnode, render } from "./preact.mjs";
-import { choose } from "./address.js";
+import { choose, parse as parseAddress } from "./address.js";
+import { withLinks } from "./commands.js";
 import { ago, clockTime, number, seconds } from "./format.js";
 import { explained } from "./words.js";
 
@@ -177,9 +178,15 @@ export const facts = (pairs) =>
   h("dl.facts", {}, pairs.filter(([, value]) => ![null, undefined, "", false].includes(value))
     .map(([name, value]) => h("div", { "data-key": name }, h("dt", {}, explained(name)), h("dd", {}, value))));
 
-/** An error of the service as sentences. */
+/** Links of an answer; those that name no run are about the run of the page. */
+function ofPage(see) {
+  const { parts: [area, run] } = parseAddress(location.hash);
+  return area === "runs" && run ? see.map((link) => ({ ...link, run: link.run ?? run })) : see;
+}
+
+/** An error of the service as sentences, whose links lead to the views that show the same. */
 export function problem(error) {
-  const { wrong, expected, advice } = error.problem ?? { wrong: error.message };
+  const { wrong, expected, advice, see = [] } = error.problem ?? { wrong: error.message };
   return h("div.problem", { role: "note" }, h("p", {}, wrong),
-    expected && h("p.quiet", {}, `Expected: ${expected}`), advice && h("p.quiet", {}, advice));
+    expected && h("p.quiet", {}, `Expected: ${expected}`), advice && h("p.quiet", {}, withLinks(advice, ofPage(see))));
 }
