@@ -66,15 +66,17 @@ export function finding(view, { run, finding: id }) {
         ["over since", row.over_wall !== null && when(row.over_wall)],
         ["findings of this cause", row.group.findings > 1 && count(row.group.findings)],
       ]),
-      row.evidence && [h("h2", {}, "Evidence"), tree(row.evidence)],
-      row.step !== null && h("p", {}, toCapture(run, { stages: row.stage, ranks: row.rank, roles: row.role },
-        "Request a capture of this stage and rank")),
+      hasFacts(row.evidence) && [h("h2", {}, "Evidence"), tree(row.evidence)],
+      row.stage && h("p", {}, toCapture(run, { stages: row.stage, ranks: row.rank, roles: row.role },
+        `Request a capture of this stage${row.rank === null ? "" : " and rank"}`)),
     ],
   });
 }
 
 const isNested = (value) => value !== null && typeof value === "object";
 const isEmpty = (value) => value === null || (isNested(value) && !Object.keys(value).length);
+const hasFacts = (evidence) => !isEmpty(evidence ?? null)
+  && (!isNested(evidence) || Object.values(evidence).some((each) => !isEmpty(each)));
 const words = (name) => name.replace(/_/g, " ");
 const FEW = 2; // facts that are read in one line with others
 

@@ -4,7 +4,7 @@ import { choose, nameOf } from "./address.js";
 import { badge, button, form, gap, h, lasting, quantity, when } from "./dom.js";
 import { count, plural, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
-import { get, send, url } from "./service.js";
+import { get, part, send, url } from "./service.js";
 import { HEAD, RIGHT, table } from "./table.js";
 
 const NOTHING = {}; // of a run without a step
@@ -23,18 +23,24 @@ function collective({ message, verdict, waiting, missing }) {
     ], places, { key: ([what, at]) => `${what}/${at.ranks[0]}` }));
 }
 
+/** Of a training that is over nobody waits: that is no good news. */
+const nobodyIsStuck = (state) => (state === "live" ? badge("ok", "nobody is stuck")
+  : badge(state, state === "ended" ? "the attempt ended" : "no process reports"));
+
 /** Stuck ranks and stacks of a run. */
 export function hangs(view, { run, role, rank }, user) {
   view.add(h("h1", {}, `Hangs of ${nameOf(run)}`));
   view.block({
-    title: "Who holds up the others", path: async (since) => (await get(url("/steps", { run, limit: 1 }), since)).rows.length
-      ? get(url("/steps/latest/stuck", { run, limit: 500 }), since) : NOTHING,
-    concerns: (event) => event.run === run && ["step", "finding"].includes(event.event),
-    draw: (found) => found === NOTHING ? h("p.quiet", {}, "No step has begun.") : [
+    title: "Who holds up the others",
+    path: async (since) => (await get(url("/steps", { run, limit: 1 }), since)).rows.length
+      ? Promise.all([get(url("/steps/latest/stuck", { run, limit: 500 }), since),
+        get(`/runs/${part(run)}/attempts?limit=1`, since)]) : NOTHING,
+    concerns: (event) => event.run === run && ["step", "finding", "attempt"].includes(event.event),
+    draw: (found, attempts) => found === NOTHING ? h("p.quiet", {}, "No step has begun.") : [
       h("p.lead", {}, found.rows.length
         ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), ` in step ${found.step}`]
         : found.collectives.length ? [badge("error", "a collective cannot finish"), ` in step ${found.step}`]
-        : [badge("ok", "nobody is stuck"), ` in step ${found.step}`, found.note && `: ${found.note}`]),
+        : [nobodyIsStuck(attempts.rows[0].state), ` in step ${found.step}`, found.note && `: ${found.note}`]),
       found.collectives.map(collective),
       found.rows.length > 0 && table("Stuck ranks", [
         ["rank", (row) => toRank(run, { ...row, attempt: found.attempt }), HEAD],

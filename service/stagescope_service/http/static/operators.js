@@ -37,7 +37,7 @@ export function operators(view, params) {
     path: async (since) => (await get(dumps, since)).rows.length ? get(path("/non-finite"), since) : NOTHING,
     draw: ({ earliest, rows }) => [
       earliest ? h("p.lead", {}, badge("found", earliest.certain === false ? "perhaps" : "found"), " ",
-        h("code", {}, earliest.name), ` has ${earliest.non_finite} in its ${earliest.section}`,
+        h("code", {}, earliest.name), earliest.parent && [" in ", h("code", {}, earliest.parent)], ` has ${earliest.non_finite} in its ${earliest.section}`,
         ` on ${plural(earliest.together.length, "rank")}`, earliest.source && [", at ", h("code", {}, earliest.source)])
         : rows.length > 0 && h("p.lead", {}, badge("not found"), " All results that were read are finite, or masks."),
       rows.length > 0 && table("By rank", [

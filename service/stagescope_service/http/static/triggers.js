@@ -35,16 +35,16 @@ export function triggers(view, { run }) {
     draw: ({ rows }) => table("Firings", [
       ["rule", "rule", HEAD],
       ["first", (row) => toStep(run, row, `step ${row.step}`)],
-      ["where"], ["times", "firings", COUNT], ["what", "message", WIDE],
+      ["attempt", "attempt", COUNT], ["where"], ["times", "firings", COUNT], ["what", "message", WIDE],
       ["then", (row) => row.outcomes.join("; "), WIDE],
       ["last", "last_wall", WHEN],
-    ], rows, { key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.step}`, empty: "No rule fired." }),
+    ], rows, { key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.attempt}/${row.step}`, empty: "No rule fired." }),
   });
   const tryRules = async () => {
     const { steps, rows } = await send("POST", "/triggers/test", { run });
     return [h("p", {}, `Of ${count(steps)} stored steps:`), table("Would have fired", [
       ["step", (row) => toStep(run, row), { ...HEAD, ...RIGHT }],
-      ["rule"],
+      ["attempt", "attempt", COUNT], ["rule"],
       ["value", (row) => quantity(row.value), RIGHT],
       ["what", "message", WIDE],
       ["", (row) => (row.fired_live ? "fired live" : "")],
