@@ -164,7 +164,8 @@ function neighbourLinks({ run, step: own, attempt, isLatest }, { earlier, later,
     isLatest ? h("a", { href: ofStep(run, own, attempt) }, `stay at step ${own}`)
       : h("a", { href: ofStep(run, "latest") }, "follow the newest step"),
     repeats.length > 0 && h("span", {}, "it repeats that of attempt ",
-      listed(repeats.slice(0, FEW).map((each) => h("a", { href: ofStep(run, own, each) }, each)))));
+      listed(repeats.slice(0, FEW).map((each) => h("a", { href: ofStep(run, own, each) }, each))),
+      repeats.length > FEW && ` and ${repeats.length - FEW} earlier`));
 }
 
 function kept(view, { run, step: at, attempt }, path, concerns, user) {
