@@ -92,3 +92,15 @@ def test_an_error_leads_to_the_view_that_it_names(visit: Visit) -> None:
     visit.page.click(".problem a")
     visit.wait_until("location.hash.startsWith('#/runs/r/captures')")
     visit.wait_until("document.querySelector('h1').textContent === 'Captures of r'")
+
+
+def test_who_is_stuck_names_no_step_before_the_first_one(visit: Visit, live: Service) -> None:
+    first = Rank(live, run="starting", key="one", world_size=1)
+    for step in (1, 2):
+        first.stage(STAGE, step)
+    first.say("finish")
+    Rank(live, run="starting", key="two", world_size=1, start=5_000.0)
+    visit.go("#/runs/starting/hangs")
+    visit.settle()
+    text = visit.page.inner_text("main")
+    assert "nobody is stuck: attempt 2 is live, and no rank has begun a step yet" in text

@@ -27,6 +27,9 @@ function collective({ message, verdict, waiting, missing }) {
 const nobodyIsStuck = (state) => (state === "live" ? badge("ok", "nobody is stuck")
   : badge(state, state === "ended" ? "the attempt ended" : "no process reports"));
 
+/** The step that is looked at; an attempt that has just begun has none. */
+const inStep = ({ step }) => (step === null ? "" : ` in step ${step}`);
+
 /** Stuck ranks and stacks of a run. */
 export function hangs(view, { run, role, rank }, user) {
   view.add(h("h1", {}, `Hangs of ${nameOf(run)}`));
@@ -38,9 +41,9 @@ export function hangs(view, { run, role, rank }, user) {
     concerns: (event) => event.run === run && ["step", "finding", "attempt"].includes(event.event),
     draw: (found, attempts) => found === NOTHING ? h("p.quiet", {}, "No step has begun.") : [
       h("p.lead", {}, found.rows.length
-        ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), ` in step ${found.step}`]
-        : found.collectives.length ? [badge("error", "a collective cannot finish"), ` in step ${found.step}`]
-        : [nobodyIsStuck(attempts.rows[0].state), ` in step ${found.step}`, found.note && `: ${found.note}`]),
+        ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), inStep(found)]
+        : found.collectives.length ? [badge("error", "a collective cannot finish"), inStep(found)]
+        : [nobodyIsStuck(attempts.rows[0].state), inStep(found), found.note && `: ${found.note}`]),
       found.collectives.map(collective),
       found.rows.length > 0 && table("Stuck ranks", [
         ["rank", (row) => toRank(run, { ...row, attempt: found.attempt }), HEAD],
