@@ -224,8 +224,8 @@ def figure(found: OperatorsInfo) -> go.Figure:
     bounds = [math.log10(zero) - 0.5 * step, top + 0.5 * step if bad else highest + 0.4 * step]
     if found.first is not None:
         certainty = "" if found.certain else " (a mask?)"
-        text = f"first not finite{certainty}: {found.first.name}"
-        bounds[0] = _mark(drawn, found.first.order, text, found.points, bounds)
+        what = f"first not finite{certainty}:"
+        bounds[0] = _mark(drawn, found.first.order, what, found.first.name, found.points, bounds)
     if bad:  # the label of a tick that is too near would be below it
         ticks = {value: t for value, t in ticks.items() if top - math.log10(value) > 0.5 * step}
         ticks[10.0**top] = style.NOT_FINITE
@@ -246,7 +246,8 @@ def _tick_step(ticks: Mapping[float, str]) -> float:
 def _mark(
     drawn: go.Figure,
     order: int,
-    text: str,
+    what: str,
+    name: str,
     points: Sequence[OperatorPoint | DifferencePoint],
     bounds: Sequence[float],
 ) -> float:
@@ -255,14 +256,15 @@ def _mark(
     Args:
         drawn: the figure.
         order: of the call.
-        text: the name.
+        what: what it is, on a line of its own.
+        name: the name.
         points: of the figure, in execution order.
         bounds: of the axis of powers of ten, without the band.
 
     Returns:
         the lower bound of the axis with the band.
     """
-    lines = _lines(text, 34)
+    lines = [what, *_lines(name, 34)]
     band = (len(lines) * _LINE_PIXELS + 12) / _INNER_PIXELS
     drawn.add_shape(
         type="line", x0=order, x1=order, y0=band, y1=1, yref="paper",
@@ -420,8 +422,9 @@ def divergence_figure(found: DivergenceInfo) -> go.Figure:
     )  # fmt: skip
     bounds = [math.log10(zero) - 0.5, math.log10(max(ticks)) + 0.4]
     if found.first is not None:
-        text = f"first that differs: {found.first.name} {found.first.section}"
-        bounds[0] = _mark(drawn, found.first.order, text, found.points, bounds)
+        name = f"{found.first.name} {found.first.section}"
+        what = "first that differs:"
+        bounds[0] = _mark(drawn, found.first.order, what, name, found.points, bounds)
     drawn.update_xaxes(title={"text": x}, tickformat="d")
     drawn.update_yaxes(
         title={"text": y}, type="log", tickvals=list(ticks), ticktext=list(ticks.values()),
