@@ -17,7 +17,10 @@ from tests.support.pseudo_terminal import rest_of
 pytestmark = pytest.mark.ray
 
 DRIVER = """
-import contextlib, sys, time
+import contextlib, fcntl, signal, sys, termios, time
+# Here, not in a preexec_fn: it would fork this process, and Ray's calls may hang after a fork.
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # stdin sends signals to this session
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import ray
 from stagescope_workers import finish, init
 
@@ -72,8 +75,7 @@ def _in_terminal(address: str, run: str, how: str, end: Callable[[int, int], Non
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, address, run, how],
         stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True,
-        start_new_session=True, preexec_fn=_take_terminal,
-        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        start_new_session=True, env={**os.environ, "RAY_AUTH_MODE": "token"},
     )  # fmt: skip
     os.close(terminal)
     reading = threading.Thread(target=rest_of, args=[controller], daemon=True)
@@ -86,15 +88,6 @@ def _in_terminal(address: str, run: str, how: str, end: Callable[[int, int], Non
     finally:
         driver.kill()
         driver.communicate()
-
-
-def _take_terminal() -> None:
-    """Make stdin the terminal that sends signals to this session."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _press_ctrl_c(controller: int, _: int) -> None:
