@@ -75,7 +75,7 @@ class Draining:
 
         With an attempt key, the training of that start is over. Each of its processes is requested
         to leave, and does so once it has sent everything. `ended_by` describes the exception that
-        ended its driver (the fields of a FINISH): then no process outlives this call.
+        ended its driver, as the fields of a FINISH do. Then no process outlives this call.
         """
         deadline = self._mono() + timeout
         missing: list[str] = []

@@ -78,11 +78,11 @@ async def stream(
     computed, if it has any), `measured` (it has some) and the `verdict` on its streams. A `finding`
     has `finding_id`, `step`, `kind`, `severity`, `message` and `over`. A `capture` has
     `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). An `action` is an entry of
-    the audit, with its `action`: somebody renamed or deleted a run, set the triggers, pinned a step
-    or registered an engine. With `run` only events of this run, or of none, are sent. A comment is
-    sent every 15 seconds. At most 200 clients may listen at a time. One more takes the place of the
-    one that has listened longest, of the caller
-    with the most places; that one may continue with its `Last-Event-ID`.
+    the audit, with its `action`: a run was renamed or deleted, triggers were set, a step was pinned
+    or an engine was registered. With `run` only events of this run, or of none, are sent. A comment
+    is sent every 15 seconds. At most 200 clients may listen at a time. One more takes the place of
+    the one that has listened longest, of the caller with the most places; that one may continue
+    with its `Last-Event-ID`.
     """
     if run is not None:
         run = (await asyncio.to_thread(deps.finder.attempt, run)).run

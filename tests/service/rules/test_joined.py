@@ -110,7 +110,7 @@ def test_an_operator_of_an_earlier_attempt_is_not_that_of_the_newest(live: Servi
     train(live, "old", steps=range(10, 16), key="a2", start=9_000.0)
     row = rows_of(live, "old", step=12)["non_finite_operator"]
     assert row["last_step"] is None
-    assert row["against"] == ["attempt 2 did not capture these ranks"]
+    assert row["against"] == ["no capture of attempt 2 shows that these ranks are finite"]
     row = rows_of(live, "old")["non_finite_operator"]
     assert (row["last_step"], row["sentence"].split(", ")[-1]) == (8, "last seen in step 8")
 

@@ -1,8 +1,8 @@
 """Reports the exception that ends the driver of a Ray job.
 
 Ray ends the actors of a job with its driver. It runs no `atexit` in them and does not say what
-ended the driver, so only the driver can report it, while it is still in the cluster: before
-`ray.shutdown`, or where the process ends.
+ended the driver. So only the driver can report it, and only while it is in the cluster: before
+`ray.shutdown`, or at the end of the process.
 """
 
 from __future__ import annotations

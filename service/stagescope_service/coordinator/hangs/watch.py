@@ -331,8 +331,8 @@ class HangWatch:
     def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
         """End the findings of ranks that went on or left.
 
-        If the attempt stopped before a rank counted as stuck, nobody waited for that rank: its
-        finding is deleted.
+        If the attempt stopped before a rank counted as stuck, no rank waited for it: its finding
+        is deleted.
         """
         out: list[Instruction] = []
         for key in [key for key in self._open if key not in stuck]:

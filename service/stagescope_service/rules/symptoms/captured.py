@@ -42,10 +42,9 @@ def of_captures(history: RunHistory, rows: Sequence[FindingRow], found: Evidence
         return found
     newest = later[-1].attempt
     if len(later) <= ENDED_AFTER:
-        text = f"attempt {newest} did not capture these ranks"
+        text = f"no capture of attempt {newest} shows that these ranks are finite"
         return dataclasses.replace(found, against=(text,))
-    why = f"{counted(len(later), 'step')} of later attempts show no symptom of it, and did not "
-    why += "capture these ranks"
+    why = f"{counted(len(later), 'step')} of later attempts closed without a symptom of it"
     return dataclasses.replace(found, presumed_end=PresumedEnd(last, why))
 
 
